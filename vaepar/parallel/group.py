@@ -1,0 +1,210 @@
+"""Ranks as objects: what a group of ranks can do for each other, without saying how.
+
+A :class:`RankGroup` has two planes. The data plane moves tensors (halo rows, tiles, sums). The control plane moves
+small integers and texts on the host; it stays usable when the data plane has failed, so that ranks can agree on a
+failure. Rank numbers are always those inside the group, 0 to ``size - 1``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+ReduceOp = Literal["sum", "max"]
+
+
+class Pending(Protocol):
+    """A transfer that was started. The tensors given to it stay untouched until :meth:`wait` returns."""
+
+    def wait(self) -> None:
+        """Return when the transfer is done. Raises :class:`PeerFailedError` or :class:`RankLostError`."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor to a peer, or one contiguous buffer to be filled by a peer."""
+
+    tensor: Tensor
+    peer: int
+
+
+@dataclass
+class Traffic:
+    """What one rank has sent; ``rounds`` counts the times it had to wait for others (exchange, sum, gather)."""
+
+    messages: int = 0
+    bytes: int = 0
+    rounds: int = 0
+
+    def reset(self) -> None:
+        self.messages = self.bytes = self.rounds = 0
+
+    def add(self, tensor: Tensor, copies: int = 1) -> None:
+        self.messages += copies
+        self.bytes += copies * tensor.numel() * tensor.element_size()
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class RankGroup(ABC):
+    """A group of ranks that work on the same requests.
+
+    Args:
+        rank: own rank, 0 to ``size - 1``.
+        size: number of ranks.
+        device: where the tensors of the data plane live.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.traffic = Traffic()
+        self.stage_depth = 0  # how many agreed stages are open on this rank, see agreement.agreed
+
+    # The data plane.
+
+    def isend(self, tensor: Tensor, dst: int, *, tag: int = 0) -> Pending:
+        """Start sending ``tensor`` to rank ``dst``; its shape and dtype must be known there."""
+        tensor = tensor.contiguous()
+        self.traffic.add(tensor)
+        return self._isend(tensor, dst, tag)
+
+    def irecv(self, buffer: Tensor, src: int, *, tag: int = 0) -> Pending:
+        """Start filling the contiguous ``buffer`` with what rank ``src`` sends under the same tag."""
+        return self._irecv(buffer, src, tag)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start one round of point-to-point transfers; several messages between two ranks keep their order."""
+        contiguous = [Message(send.tensor.contiguous(), send.peer) for send in sends]
+        for send in contiguous:
+            self.traffic.add(send.tensor)
+        if not contiguous and not receives:
+            return _Done()
+        self.traffic.rounds += 1
+        return self._exchange(contiguous, receives)
+
+    def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """The tensors of all ranks, in rank order; ``shapes[r]`` is the shape that rank r gives (they may differ)."""
+        parts = [tensor if r == self.rank else tensor.new_empty(tuple(shapes[r])) for r in range(self.size)]
+        others = [r for r in range(self.size) if r != self.rank]
+        sends = [Message(tensor, r) for r in others if tensor.numel()]
+        self.exchange(sends, [Message(parts[r], r) for r in others if parts[r].numel()]).wait()
+        return parts
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
+        """Replace ``tensor`` on every rank by the sum (or maximum) over the ranks."""
+        if self.size > 1:
+            self.traffic.rounds += 1
+            self.traffic.add(tensor)
+            self._all_reduce(tensor, op)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Replace ``tensor`` on every rank by that of rank ``src``; shape and dtype are the same everywhere."""
+        if self.size > 1:
+            if self.rank == src:
+                self.traffic.add(tensor, self.size - 1)
+            self._broadcast(tensor, src)
+
+    # The control plane.
+
+    @abstractmethod
+    def gather_values(self, value: int) -> list[int]:
+        """The integers (64 bit) of all ranks, in rank order."""
+
+    @abstractmethod
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, in rank order."""
+
+    def broadcast_text(self, text: str | None, src: int = 0) -> str:
+        """The text of rank ``src``; what other ranks give is ignored."""
+        return self.gather_texts(text if self.rank == src and text is not None else "")[src]
+
+    # Failure.
+
+    @abstractmethod
+    def raise_alarm(self) -> None:
+        """Tell the others that this rank has failed: whoever waits for it on the data plane wakes with an error."""
+
+    @abstractmethod
+    def check_alarm(self) -> None:
+        """Raise :class:`PeerFailedError` when another rank has raised the alarm; call it between pieces of work."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Make the data plane usable again after an alarm. All ranks of the group call it together."""
+
+    @abstractmethod
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Pending: ...
+
+    @abstractmethod
+    def _irecv(self, buffer: Tensor, src: int, tag: int) -> Pending: ...
+
+    @abstractmethod
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, src: int) -> None: ...
+
+
+class SoloGroup(RankGroup):
+    """The group of one rank: nothing is ever sent."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(0, 1, device or torch.device("cpu"))
+
+    def gather_values(self, value: int) -> list[int]:
+        return [value]
+
+    def gather_texts(self, text: str) -> list[str]:
+        return [text]
+
+    def raise_alarm(self) -> None:
+        return None
+
+    def check_alarm(self) -> None:
+        return None
+
+    def renew(self) -> None:
+        return None
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Pending:
+        raise ValueError(f"a group of one rank cannot send to rank {dst}")
+
+    def _irecv(self, buffer: Tensor, src: int, tag: int) -> Pending:
+        raise ValueError(f"a group of one rank cannot receive from rank {src}")
+
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        raise ValueError("a group of one rank has nobody to exchange with")
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        return None
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        return None
+
+
+class WaitAll:
+    """Several pending transfers as one; ``finish`` runs once after all of them."""
+
+    def __init__(self, pending: Sequence[Pending], finish: Callable[[], None] | None = None) -> None:
+        self._pending = list(pending)
+        self._finish = finish
+
+    def wait(self) -> None:
+        while self._pending:
+            self._pending.pop(0).wait()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
