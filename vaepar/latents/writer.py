@@ -1,0 +1,160 @@
+"""vaepar's own latent files: safetensors with metadata that leave no question open."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vaepar.errors import DiskFullError, OutputError, UsageError
+from vaepar.latents.contract import FAMILY_LAYOUTS, LAYOUT_AXES, LatentLayout, LatentState
+from vaepar.latents.header import FORMAT_KEY, READABLE_DTYPES
+from vaepar.latents.text import shape_text, shown
+from vaepar.latents.vae_facts import VaeFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentRecord:
+    """All that is written beside the numbers.
+
+    Args:
+        vae: the VAE that the latents belong to.
+        layout, state: of the tensor that is written.
+        height, width: of the picture in pixels, as it will be decoded.
+        num_frames: frames of the picture (1 for a still).
+        fps: frames per second; None for pictures.
+        vae_id, vae_sha256: which model, and the hash of its weights.
+        posterior: ``mode`` or ``sample``, for encoded latents.
+        seed: of that sample.
+        source: what was encoded.
+        prompt: free text.
+        original_size: (height, width) before the picture was padded.
+
+    Raises:
+        UsageError: for values that no file may have.
+    """
+
+    vae: VaeFacts
+    layout: LatentLayout
+    state: LatentState
+    height: int
+    width: int
+    num_frames: int = 1
+    fps: Fraction | None = None
+    vae_id: str | None = None
+    vae_sha256: str | None = None
+    posterior: str | None = None
+    seed: int | None = None
+    source: str | None = None
+    prompt: str | None = None
+    original_size: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout not in FAMILY_LAYOUTS[self.vae.family]:
+            allowed = ", ".join(FAMILY_LAYOUTS[self.vae.family])
+            raise UsageError(f"layout {self.layout} is not one of the family '{self.vae.family}'; it has {allowed}")
+        if min(self.height, self.width, self.num_frames) < 1:
+            raise UsageError(f"a picture of {self.width}x{self.height} with {self.num_frames} frames cannot be")
+        if self.posterior not in (None, "mode", "sample"):
+            raise UsageError(f"posterior is '{shown(self.posterior)}'; it is mode or sample")
+
+    def to_metadata(self) -> dict[str, str]:
+        """The strings of the file's metadata. ``video_length`` is musubi-tuner's name for the frames."""
+        from vaepar import __version__
+
+        values: Mapping[str, Any] = {
+            FORMAT_KEY: 1,
+            "producer": f"vaepar/{__version__}",
+            "family": self.vae.family,
+            "vae_class": self.vae.class_name,
+            "vae_id": self.vae_id,
+            "vae_sha256": self.vae_sha256,
+            "layout": self.layout.value,
+            "state": self.state.value,
+            "height": self.height,
+            "width": self.width,
+            "num_frames": self.num_frames,
+            "video_length": self.num_frames,
+            "fps": self.fps,
+            "scaling": json.dumps(self.vae.constants()),
+            "posterior": self.posterior,
+            "seed": self.seed,
+            "source": self.source,
+            "prompt": self.prompt,
+            "original_height": None if self.original_size is None else self.original_size[0],
+            "original_width": None if self.original_size is None else self.original_size[1],
+        }
+        # File names may hold bytes that are no text; safetensors takes only text.
+        return {
+            key: str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+            for key, value in values.items()
+            if value is not None
+        }
+
+
+def write_latent(path: str | os.PathLike[str], tensor: Tensor, record: LatentRecord) -> None:
+    """Write one latent file whole or not at all: a temporary file in the same folder, synced, then renamed.
+
+    Args:
+        path: the file; an older one of that name is replaced.
+        tensor: in the record's layout; any memory format, any device; float64, float32, float16 or bfloat16.
+        record: its meaning.
+
+    Raises:
+        UsageError: when the tensor is not what the record says.
+        DiskFullError, OutputError: when it cannot be written; no file of that name is left behind then.
+    """
+    from safetensors.torch import save
+
+    path = Path(path)
+    _check_tensor(tensor, record)
+    data = save({"latents": tensor.detach().cpu().contiguous()}, metadata=record.to_metadata())
+    temporary = path.with_name(f".{secrets.token_hex(8)}.vaepar-part")
+    try:
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+    except OSError as error:
+        kind = DiskFullError if error.errno in _NO_SPACE else OutputError
+        raise kind(f"{shown(path)}: cannot be written: {shown(error.strerror or error)}") from None
+
+
+def _check_tensor(tensor: Tensor, record: LatentRecord) -> None:
+    """The file must resolve to exactly this record, so what would be refused when read is refused here."""
+    axes = LAYOUT_AXES[record.layout]
+    vae, shape = record.vae, tuple(tensor.shape)
+    dtype = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}.get(
+        str(tensor.dtype).removeprefix("torch.")
+    )
+    if dtype not in READABLE_DTYPES:
+        raise UsageError(f"a latent of dtype {tensor.dtype} cannot be written; float64, float32, float16, bfloat16 can")
+    ratio = vae.spatial_ratio
+    rows, columns = record.height // ratio, record.width // ratio
+    frames = (record.num_frames - 1) // vae.temporal_ratio + 1
+    known = {"C": vae.latent_channels, "Q": 4 * vae.latent_channels, "F": frames, "H": rows, "W": columns}
+    known |= {"P": rows // 2, "R": columns // 2, "N": (rows // 2) * (columns // 2)}
+    wanted = tuple(known.get(axis, 0) for axis in axes)
+    if len(shape) != len(axes) or any(n < 1 or w not in (0, n) for n, w in zip(shape, wanted, strict=True)):
+        raise UsageError(
+            f"a tensor of shape {shape_text(shape)} is not {record.layout.value} of"
+            f" {record.num_frames} frames of {record.width}x{record.height}; that is {shape_text(wanted)}, any batch"
+        )
