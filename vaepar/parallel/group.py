@@ -1,8 +1,8 @@
 """Ranks as objects: what a group of ranks can do for each other, without saying how.
 
-A :class:`RankGroup` has two planes. The data plane moves tensors (halo rows, tiles, sums). The control plane moves
-small integers and texts on the host; it stays usable when the data plane has failed, so that ranks can agree on a
-failure. Rank numbers are always those inside the group, 0 to ``size - 1``.
+A :class:`RankGroup` has two planes. The data plane moves tensors (halo rows, tiles, sums) and texts; its waits end
+when a peer raises the alarm. The control plane only gathers small integers, and stays usable when the data plane has
+failed, so that ranks can agree on a failure. Rank numbers are always those inside the group, 0 to ``size - 1``.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class RankGroup(ABC):
         self.size = size
         self.device = device
         self.traffic = Traffic()
-        self.stage_depth = 0  # how many agreed stages are open on this rank, see agreement.agreed
+        # The bookkeeping of agreement.agreed: how many blocks are open, and how many outermost ones have ended.
+        self.stage_depth = 0
+        self.requests = 0
 
     # The data plane.
 
@@ -114,19 +116,27 @@ class RankGroup(ABC):
                 self.traffic.add(tensor, self.size - 1)
             self._broadcast(tensor, src)
 
-    # The control plane.
+    def broadcast_text(self, text: str | None, src: int = 0) -> str:
+        """The text of rank ``src`` on every rank; what other ranks give is ignored."""
+        data = (text or "").encode() if self.rank == src else b""
+        length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        self.broadcast(length, src)
+        if not int(length):
+            return ""
+        letters = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(int(length), dtype=torch.uint8)
+        )
+        letters = letters.to(self.device)
+        self.broadcast(letters, src)
+        return letters.cpu().numpy().tobytes().decode()
+
+    # The control plane. Only for agreement: a rank that has failed is there already, whatever the others are doing.
 
     @abstractmethod
     def gather_values(self, value: int) -> list[int]:
         """The integers (64 bit) of all ranks, in rank order."""
-
-    @abstractmethod
-    def gather_texts(self, text: str) -> list[str]:
-        """The texts of all ranks, in rank order."""
-
-    def broadcast_text(self, text: str | None, src: int = 0) -> str:
-        """The text of rank ``src``; what other ranks give is ignored."""
-        return self.gather_texts(text if self.rank == src and text is not None else "")[src]
 
     # Failure.
 
@@ -166,9 +176,6 @@ class SoloGroup(RankGroup):
 
     def gather_values(self, value: int) -> list[int]:
         return [value]
-
-    def gather_texts(self, text: str) -> list[str]:
-        return [text]
 
     def raise_alarm(self) -> None:
         return None

@@ -85,9 +85,6 @@ class LoopbackGroup(RankGroup):
     def gather_values(self, value: int) -> list[int]:
         return self._meet_control(value)
 
-    def gather_texts(self, text: str) -> list[str]:
-        return self._meet_control(text)
-
     def raise_alarm(self) -> None:
         with self._hub.changed:
             if self._hub.alarm is None:

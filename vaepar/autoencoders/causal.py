@@ -1,0 +1,119 @@
+"""Tile decode of the causal video families: every tile keeps its temporal cache and all tiles walk through time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vaepar.autoencoders.mixin import DistributedVaeMixin, check_pixels, require_rank
+from vaepar.autoencoders.tiling import TilePlan
+from vaepar.errors import UsageError
+from vaepar.parallel.executor import GridSpec, TileTask
+
+
+class CausalTileMixin(DistributedVaeMixin):
+    """What the Wan and Qwen-Image VAEs share: latents [B, C, T, H, W], one latent frame a step.
+
+    Pixels are [B, 3, t, ratio*H, ratio*W]; the first latent frame gives one pixel frame, each further one
+    ``temporal_ratio`` frames.
+    """
+
+    config: Any
+    decoder: nn.Module
+    post_quant_conv: nn.Module
+    spatial_compression_ratio: int
+    tile_sample_min_height: int
+    tile_sample_min_width: int
+    tile_sample_stride_height: int
+    tile_sample_stride_width: int
+    temperal_upsample: list[bool]
+    _cached_conv_counts: dict[str, int]
+
+    #: Arguments of the decoder's forward for the first latent frame, beside the caches.
+    first_frame_arguments: dict[str, Any] = {}  # noqa: RUF012  # read only; a family sets its own
+
+    @property
+    def patch_size(self) -> int:
+        """Pixels per side that the decoder folds into channels; 1 when it does not."""
+        return 1
+
+    @property
+    def decoder_channels(self) -> int:
+        """Channels of the decoder's output, before patches are unfolded."""
+        return 3
+
+    @property
+    def temporal_ratio(self) -> int:
+        """Pixel frames for each latent frame after the first."""
+        return int(2 ** sum(bool(up) for up in self.temperal_upsample))
+
+    def tile_plan(self, z: Tensor) -> TilePlan:
+        require_rank(z, 5, self.capability.base_class)
+        ratio = self.spatial_compression_ratio
+        for name in ("min_height", "min_width", "stride_height", "stride_width"):
+            pixels = int(getattr(self, f"tile_sample_{name}"))
+            if pixels % ratio:
+                raise UsageError(f"tile_sample_{name} is {pixels} pixels; this VAE takes multiples of {ratio} pixels")
+        return TilePlan(
+            extent=(z.shape[3], z.shape[4]),
+            tile=(int(self.tile_sample_min_height) // ratio, int(self.tile_sample_min_width) // ratio),
+            stride=(int(self.tile_sample_stride_height) // ratio, int(self.tile_sample_stride_width) // ratio),
+            up=ratio,
+            down=self.patch_size,
+        )
+
+    def needs_tiling(self, z: Tensor) -> bool:
+        require_rank(z, 5, self.capability.base_class)
+        ratio = self.spatial_compression_ratio
+        return self.use_tiling and (
+            z.shape[-1] > self.tile_sample_min_width // ratio or z.shape[-2] > self.tile_sample_min_height // ratio
+        )
+
+    def tile_split(self, z: Tensor) -> tuple[list[TileTask], GridSpec]:
+        plan = self.tile_plan(z)
+        frames = z.shape[2]
+        if frames < 1:
+            raise UsageError("a latent of zero frames cannot be decoded")
+        counts = [1 if k == 0 else self.temporal_ratio for k in range(frames)]
+        tasks: list[TileTask] = []
+        for coord, rows, columns in plan.tiles():
+            size = plan.output_size(rows, columns)
+            tasks.append(
+                TileTask(
+                    tile_id=len(tasks),
+                    grid_coord=coord,
+                    tensor=[z[:, :, k : k + 1, rows, columns] for k in range(frames)],
+                    workload=(rows.stop - rows.start) * (columns.stop - columns.start) * frames,
+                    output_shapes=[(z.shape[0], self.decoder_channels, count, *size) for count in counts],
+                )
+            )
+        return tasks, GridSpec(split_dims=(3, 4), grid_shape=plan.grid, tile_spec={"plan": plan}, steps=frames)
+
+    def tile_steps(self, task: TileTask) -> Iterator[Tensor]:
+        pieces = [task.tensor] if isinstance(task.tensor, Tensor) else task.tensor
+        return self._walk(self.post_quant_conv(piece) for piece in pieces)
+
+    def decode_direct(self, z: Tensor) -> Iterator[Tensor]:
+        x = self.post_quant_conv(z)
+        for chunk in self._walk(x[:, :, k : k + 1] for k in range(z.shape[2])):
+            yield torch.clamp(self.unpatchify(chunk), min=-1.0, max=1.0)
+
+    def unpatchify(self, decoded: Tensor) -> Tensor:
+        """Unfold patches from channels to pixels, where the family has them."""
+        return decoded
+
+    def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
+        check_pixels(tile_size, tile_stride, self.spatial_compression_ratio)
+        self.use_tiling = True
+        self.tile_sample_min_height = self.tile_sample_min_width = tile_size
+        self.tile_sample_stride_height = self.tile_sample_stride_width = tile_stride
+
+    def _walk(self, frames: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Run the decoder over latent frames in time order, with a temporal cache of this walk's own."""
+        cache: list[Any] = [None] * self._cached_conv_counts["decoder"]
+        for k, frame in enumerate(frames):
+            extra = self.first_frame_arguments if k == 0 else {}
+            yield self.decoder(frame, feat_cache=cache, feat_idx=[0], **extra)

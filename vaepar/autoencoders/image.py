@@ -1,0 +1,96 @@
+"""Tile decode of the image families: square tiles by overlap factor, one piece a tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from vaepar.autoencoders.mixin import DistributedVaeMixin, check_pixels, require_rank
+from vaepar.autoencoders.tiling import TilePlan
+from vaepar.errors import UsageError
+from vaepar.parallel.executor import GridSpec, TileTask
+
+
+class ImageTileMixin(DistributedVaeMixin):
+    """What AutoencoderKL and AutoencoderKLFlux2 share: latents [B, C, H, W], pixels [B, 3, 8H, 8W] in [-1, 1]."""
+
+    config: Any
+    decoder: nn.Module
+    post_quant_conv: nn.Module | None
+    tile_latent_min_size: int
+    tile_sample_min_size: int
+    tile_overlap_factor: float
+
+    @property
+    def spatial_ratio(self) -> int:
+        """Pixels per latent along each axis."""
+        return int(2 ** (len(self.config.block_out_channels) - 1))
+
+    def tile_plan(self, z: Tensor) -> TilePlan:
+        require_rank(z, 4, self.capability.base_class)
+        tile = self.tile_latent_min_size
+        stride = int(tile * (1 - self.tile_overlap_factor))
+        return TilePlan(
+            extent=(z.shape[2], z.shape[3]), tile=(tile, tile), stride=(stride, stride), up=self.spatial_ratio
+        )
+
+    def needs_tiling(self, z: Tensor) -> bool:
+        require_rank(z, 4, self.capability.base_class)
+        return self.use_tiling and max(z.shape[-1], z.shape[-2]) > self.tile_latent_min_size
+
+    def tile_split(self, z: Tensor) -> tuple[list[TileTask], GridSpec]:
+        plan = self.tile_plan(z)
+        tasks: list[TileTask] = []
+        for coord, rows, columns in plan.tiles():
+            height, width = plan.output_size(rows, columns)
+            self._check_norms(rows.stop - rows.start, columns.stop - columns.start)
+            tasks.append(
+                TileTask(
+                    tile_id=len(tasks),
+                    grid_coord=coord,
+                    tensor=z[:, :, rows, columns],
+                    workload=(rows.stop - rows.start) * (columns.stop - columns.start),
+                    output_shapes=[(z.shape[0], self.config.out_channels, height, width)],
+                )
+            )
+        return tasks, GridSpec(split_dims=(2, 3), grid_shape=plan.grid, tile_spec={"plan": plan})
+
+    def tile_steps(self, task: TileTask) -> Iterator[Tensor]:
+        tile = task.tensor
+        if self.post_quant_conv is not None:
+            tile = self.post_quant_conv(tile)
+        yield self.decoder(tile)
+
+    def decode_direct(self, z: Tensor) -> Iterator[Tensor]:
+        yield self._decode(z).sample  # type: ignore[attr-defined]
+
+    def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
+        ratio = self.spatial_ratio
+        check_pixels(tile_size, tile_stride, ratio)
+        self.use_tiling = True
+        self.tile_sample_min_size = tile_size
+        self.tile_latent_min_size = tile_size // ratio
+        self.tile_overlap_factor = _overlap_factor(tile_size, tile_stride, ratio)
+
+    def _check_norms(self, height: int, width: int) -> None:
+        """A tile of one latent can be too small for GroupNorm, which needs more than one value per group."""
+        mid_block: Any = self.decoder.mid_block
+        norm = mid_block.resnets[0].norm1
+        if height * width * (norm.num_channels // norm.num_groups) < 2:
+            raise UsageError(
+                f"the last tile would be {height}x{width} latents, too small for this VAE's group norm; "
+                f"another tile size or stride avoids it"
+            )
+
+
+def _overlap_factor(tile: int, stride: int, ratio: int) -> float:
+    """The overlap factor from which diffusers' own integer arithmetic gives exactly this tile and stride (pixels)."""
+    exact = 1 - stride / tile
+    for factor in (exact, math.nextafter(exact, 0.0), math.nextafter(exact, 1.0), exact - 1e-12, exact + 1e-12):
+        if int(tile // ratio * (1 - factor)) == stride // ratio and int(tile * factor) == tile - stride:
+            return max(factor, 0.0)
+    # Rounding leaves no factor for both of diffusers' formulas; the first one is the one that this package uses.
+    return 1 - (stride + ratio / 2) / tile

@@ -1,0 +1,224 @@
+"""What every distributed VAE can do beyond its diffusers class: know its ranks, cut into tiles, decode in chunks."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed
+from diffusers.models.autoencoders.vae import DecoderOutput
+from torch import Tensor
+
+from vaepar.autoencoders.capability import VaeCapability
+from vaepar.autoencoders.tiling import BlendMerge, TilePlan
+from vaepar.config import VaeParallelConfig, VaeParallelMode
+from vaepar.errors import ModelError, UsageError
+from vaepar.parallel.agreement import agreed
+from vaepar.parallel.executor import (
+    DistributedOperator,
+    DistributedVaeExecutor,
+    GridCoord,
+    GridSpec,
+    TileMerge,
+    TileTask,
+)
+from vaepar.parallel.group import RankGroup, SoloGroup
+from vaepar.parallel.torch_group import TorchGroup
+
+logger = logging.getLogger(__name__)
+
+
+class DistributedVaeMixin:
+    """Makes a diffusers VAE decode over the ranks of a group.
+
+    A family subclasses its diffusers class and this mixin and brings ``capability``, ``tile_plan``, ``needs_tiling``,
+    ``tile_split`` and ``tile_steps``; the rest is here. With a parallel size of 1 every method of the diffusers class
+    does what it always did.
+    """
+
+    capability: ClassVar[VaeCapability]
+
+    #: Whether ranks other than the owner get the result of ``decode`` too (``decode_chunks`` never sends it).
+    broadcast_result: bool = True
+
+    use_tiling: bool
+    _executor: DistributedVaeExecutor | None = None
+    _mode: VaeParallelMode = VaeParallelMode.TILE
+
+    def init_distributed(self, group: RankGroup | None = None) -> None:
+        """Join a group of ranks; until :meth:`set_parallel_size` is called all of them compute.
+
+        Args:
+            group: the ranks that decode together. When None: all ranks of ``torch.distributed``, on this model's
+                device, or this process alone where that is not initialised.
+        """
+        if group is None:
+            device = next(iter(self.parameters())).device  # type: ignore[attr-defined]
+            many = torch.distributed.is_available() and torch.distributed.is_initialized()
+            group = TorchGroup(device=device) if many else SoloGroup(device)
+        self._executor = DistributedVaeExecutor(group)
+        self._mode = VaeParallelMode.TILE
+
+    @property
+    def distributed_executor(self) -> DistributedVaeExecutor:
+        """The executor of this model's group. Joins the default group when none was joined yet."""
+        if self._executor is None:
+            self.init_distributed()
+        if self._executor is None:
+            raise ModelError("the model has no group of ranks; call init_distributed first")
+        return self._executor
+
+    @property
+    def parallel_mode(self) -> VaeParallelMode:
+        return self._mode
+
+    def is_distributed_enabled(self) -> bool:
+        """Whether a request that diffusers would tile is shared among ranks."""
+        return self._executor is not None and self._executor.parallel_size > 1 and self.use_tiling
+
+    def set_parallel_size(self, size: int, mode: VaeParallelMode | str = VaeParallelMode.TILE) -> None:
+        """Let the first ``size`` ranks of the group compute, in the given mode.
+
+        A size larger than the group falls back to the group, with a warning on its first rank. Raises
+        :class:`UsageError` for a size below 1 or an unknown mode, :class:`UnsupportedModeError` for a mode that this
+        family does not have.
+        """
+        config = VaeParallelConfig(vae_patch_parallel_size=size, vae_parallel_mode=VaeParallelMode.parse(mode))
+        self.capability.require_decode(config.vae_parallel_mode)
+        group = self.distributed_executor.group
+        if size > group.size:
+            if group.rank == 0:
+                logger.warning(
+                    "parallel size %d is more than the %d ranks there are; using %d", size, *[group.size] * 2
+                )
+            size = group.size
+        self._executor = DistributedVaeExecutor(group, size)
+        self._mode = config.vae_parallel_mode
+
+    # What a family brings.
+
+    @abstractmethod
+    def tile_plan(self, z: Tensor) -> TilePlan:
+        """The tiles of a latent, from this model's tiling attributes."""
+
+    @abstractmethod
+    def needs_tiling(self, z: Tensor) -> bool:
+        """Whether diffusers' own ``_decode`` would take its tiled path for this latent."""
+
+    @abstractmethod
+    def tile_split(self, z: Tensor) -> tuple[list[TileTask], GridSpec]:
+        """Cut a latent into tile tasks, the same on every rank."""
+
+    @abstractmethod
+    def tile_steps(self, task: TileTask) -> Iterator[Tensor]:
+        """Decode one tile, piece by piece in time order. Keeps its temporal cache to itself."""
+
+    @abstractmethod
+    def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
+        """Turn tiling on with square tiles, in pixels. Raises :class:`UsageError` when they do not fit the ratio."""
+
+    @abstractmethod
+    def decode_direct(self, z: Tensor) -> Iterator[Tensor]:
+        """Decode without tiles on this rank alone, piece by piece in time order, as diffusers' direct path does."""
+
+    def finish_tiles(self, merged: Tensor) -> Tensor:
+        """What the family does to merged tiles before they are pixels (unpatchify, clamp)."""
+        return merged
+
+    # What follows from it.
+
+    def tile_exec(self, task: TileTask) -> Tensor:
+        """Decode one tile, all of it at once."""
+        pieces = list(self.tile_steps(task))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    def tile_merge(self, coord_tensor_map: dict[GridCoord, Tensor], grid_spec: GridSpec) -> Tensor:
+        """Blend decoded tiles, [..., h, w] by grid coordinate, into the whole output. Their memory is written to."""
+        merge = BlendMerge(grid_spec.tile_spec["plan"], self.finish_tiles)
+        for coord in sorted(coord_tensor_map):
+            merge.add(coord, coord_tensor_map[coord])
+        return merge.result()
+
+    def tile_operator(self) -> DistributedOperator:
+        """The tile decode of this model, for the executor."""
+
+        def open_merge(grid: GridSpec, step: int) -> TileMerge:
+            return BlendMerge(grid.tile_spec["plan"], self.finish_tiles)
+
+        return DistributedOperator(
+            split=self.tile_split,
+            exec=self.tile_exec,
+            merge=self.tile_merge,
+            steps=self.tile_steps,
+            open_merge=open_merge,
+        )
+
+    def effective_mode(self, z: Tensor) -> tuple[str, str]:
+        """The mode that a latent's decode will really use, and why: for reports. Deterministic, no side effects."""
+        if not self.needs_tiling(z):
+            return "direct", "the latent fits one tile"
+        rows, columns = self.tile_plan(z).grid
+        return (
+            VaeParallelMode.TILE.value,
+            f"{rows}x{columns} tiles over {self.distributed_executor.parallel_size} rank(s)",
+        )
+
+    @torch.no_grad()
+    def decode_chunks(self, z: Tensor) -> Generator[Tensor | None]:
+        """Decode a latent piece by piece: pixels on the owner (rank 0 of the group), None on the other ranks.
+
+        The chunks are [B, C, t, H, W] for video families ([B, C, H, W] for image families, one chunk), range
+        [-1, 1]; concatenated in time they are what ``decode`` gives, bit for bit. All ranks of the group call it with
+        the same latent and consume it to the end, or close it inside an ``agreed`` block.
+        """
+        if self.needs_tiling(z):
+            yield from self.distributed_executor.stream(z, self.tile_operator())
+            return
+        executor = self.distributed_executor
+        with agreed(executor.group, "decode"):
+            if executor.is_owner:
+                yield from self.decode_direct(z)
+
+    def tiled_decode_distributed(self, z: Tensor, return_dict: bool) -> DecoderOutput | tuple[Tensor]:
+        """The body of a family's ``tiled_decode`` when :meth:`is_distributed_enabled`."""
+        with torch.no_grad():
+            result = self.distributed_executor.execute(z, self.tile_operator(), self.broadcast_result)
+        return DecoderOutput(sample=result) if return_dict else (result,)
+
+
+@contextmanager
+def closed_on_exit(chunks: Generator[Tensor | None]) -> Iterator[Iterator[Tensor | None]]:
+    """Consume ``decode_chunks`` so that it is closed when the consumer fails, while the ranks can still agree."""
+    with closing(chunks) as stream:
+        yield stream
+
+
+def check_pixels(tile_size: int, tile_stride: int, ratio: int) -> None:
+    """Raise :class:`UsageError` unless a tile size and stride in pixels fit together and the VAE's ratio."""
+    for name, value in (("tile size", tile_size), ("tile stride", tile_stride)):
+        if value < ratio or value % ratio:
+            raise UsageError(f"{name} {value} pixels does not fit; this VAE takes multiples of {ratio} pixels")
+    if tile_stride > tile_size:
+        raise UsageError(
+            f"tile stride {tile_stride} pixels is beyond the tile of {tile_size} pixels: parts of the picture "
+            f"would be left out; it is at most the tile size"
+        )
+
+
+def require_rank(z: Tensor, rank: int, family: str) -> None:
+    """Raise :class:`UsageError` unless a latent has the number of dimensions that the family decodes."""
+    if z.dim() != rank:
+        layout = "[B, C, H, W]" if rank == 4 else "[B, C, T, H, W]"
+        raise UsageError(f"a latent of shape {tuple(z.shape)} cannot be decoded by {family}; it takes {layout}")
+
+
+def take_pretrained(cls_load: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a diffusers ``from_pretrained`` and join the default group with what it loads."""
+    loaded = cls_load(*args, **kwargs)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    model.init_distributed()
+    return loaded

@@ -1,0 +1,247 @@
+"""Ranks as processes over ``torch.distributed``: gloo between CPUs, NCCL between GPUs. Its only importer.
+
+The control plane is always gloo. The data plane is a process group of its own that is thrown away and made anew
+after a failure: a gloo transfer cannot be cancelled, so half-done transfers of a failed request must never meet
+those of the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore as _PrefixStore
+
+from vaepar.errors import PeerFailedError, RankLostError, UsageError
+from vaepar.parallel.group import Message, Pending, RankGroup, ReduceOp, WaitAll
+
+# A rank may compute for hours between two meetings; a dead peer is noticed by its closed socket, not by this limit.
+_PATIENCE = timedelta(days=2)
+_EXCHANGE_TAG = 1 << 20
+_POISON_TAG = 1 << 21
+_WATCH_SECONDS = 0.5
+
+_OPS: dict[ReduceOp, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_made = itertools.count()  # every rank makes its groups in the same order, so equal numbers name equal groups
+
+
+class _Plane(Protocol):
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Any: ...
+    def recv(self, buffer: Tensor, src: int, tag: int) -> Any: ...
+    def batch(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Any]: ...
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None: ...
+    def broadcast(self, tensor: Tensor, src: int) -> None: ...
+    def break_off(self) -> None: ...
+
+
+class _GlooPlane:
+    """A bare gloo process group, with ranks of its own and a store prefix that no earlier group used."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        self._pg: Any = dist.ProcessGroupGloo(_PrefixStore(prefix, store), rank, size, _PATIENCE)
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Any:
+        return self._pg.send([tensor], dst, tag)
+
+    def recv(self, buffer: Tensor, src: int, tag: int) -> Any:
+        return self._pg.recv([buffer], src, tag)
+
+    def batch(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Any]:
+        works = [self.recv(message.tensor, message.peer, _EXCHANGE_TAG) for message in receives]
+        works.extend(self.send(message.tensor, message.peer, _EXCHANGE_TAG) for message in sends)
+        return works
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        self._pg.allreduce([tensor], options).wait()
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        self._pg.broadcast([tensor], options).wait()
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self._size)]
+        self._pg.allgather([parts], [tensor]).wait()
+        return parts
+
+    def break_off(self) -> None:
+        """Close the connections, so that peers waiting for this rank wake up.
+
+        gloo closes all pairs of a context when a wait runs into its limit; a wait of one millisecond for a message
+        that nobody sends does that on purpose. A pair that is closed already raises another error: try the next.
+        """
+        for peer in range(self._size):
+            if peer != self._rank:
+                with contextlib.suppress(RuntimeError):
+                    self.recv(torch.zeros(1), peer, _POISON_TAG).wait(timedelta(milliseconds=1))
+
+
+class _NcclPlane:
+    """An NCCL process group among global ranks; transfers of one exchange are batched, or two ranks could deadlock."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = list(ranks)
+        self._pg = dist.new_group(self._ranks, backend="nccl", timeout=_PATIENCE, use_local_synchronization=True)
+
+    def send(self, tensor: Tensor, dst: int, tag: int) -> Any:
+        return self.batch([Message(tensor, dst)], [])[0]
+
+    def recv(self, buffer: Tensor, src: int, tag: int) -> Any:
+        return self.batch([], [Message(buffer, src)])[0]
+
+    def batch(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Any]:
+        ops = [dist.P2POp(dist.isend, m.tensor, self._ranks[m.peer], self._pg) for m in sends]
+        ops.extend(dist.P2POp(dist.irecv, m.tensor, self._ranks[m.peer], self._pg) for m in receives)
+        return list(dist.batch_isend_irecv(ops))
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        dist.all_reduce(tensor, _OPS[op], group=self._pg)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        dist.broadcast(tensor, self._ranks[src], group=self._pg)
+
+    def break_off(self) -> None:
+        # Not destroyed: its name stays taken, so the group made next cannot read this one's rendezvous keys.
+        if isinstance(self._pg, dist.ProcessGroup):
+            self._pg.abort()
+
+
+class _Receipt:
+    """A started transfer. It keeps the tensor alive: gloo reads and writes its memory until the wait returns."""
+
+    def __init__(self, group: TorchGroup, works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        self._group, self._works, self._tensors = group, list(works), list(tensors)
+
+    def wait(self) -> None:
+        with self._group.translated():
+            for work in self._works:
+                work.wait()
+        self._works, self._tensors = [], []
+
+
+class TorchGroup(RankGroup):
+    """Some ranks of an initialised ``torch.distributed`` world.
+
+    Args:
+        ranks: the global ranks of the group in group order, own rank among them; all ranks of the world when None.
+        device: where tensors live; a CUDA device makes the data plane NCCL. CPU when None.
+
+    Every member constructs its groups in the same order. Raises :class:`UsageError` when torch.distributed is not
+    initialised or the own rank is not in ``ranks``.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None = None, device: torch.device | None = None) -> None:
+        if not dist.is_initialized():
+            raise UsageError("a group of ranks needs torch.distributed to be initialised; start with torchrun")
+        self._ranks = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
+        own = dist.get_rank()
+        if own not in self._ranks:
+            raise UsageError(f"rank {own} is not in the group of ranks {self._ranks}")
+        super().__init__(self._ranks.index(own), len(self._ranks), device or torch.device("cpu"))
+        self._store = dist.distributed_c10d._get_default_store()
+        self._name = f"vaepar/{next(_made)}/{'-'.join(map(str, self._ranks))}"
+        self._epoch = 0
+        self._control = _GlooPlane(self._store, f"{self._name}/control", self.rank, self.size)
+        self._data: _Plane = self._open_data()
+        self._alarmed = False
+        if self.device.type == "cuda":
+            threading.Thread(target=self._watch, name="vaepar-alarm", daemon=True).start()
+
+    def gather_values(self, value: int) -> list[int]:
+        with self._control_errors():
+            return [int(part) for part in self._control.gather(torch.tensor([value], dtype=torch.int64))]
+
+    def raise_alarm(self) -> None:
+        if self._alarmed:
+            return
+        self._alarmed = True
+        with contextlib.suppress(RuntimeError):  # the store is gone when its host died; the sockets still tell
+            self._store.set(self._alarm_key(), str(self.rank))
+        self._data.break_off()
+
+    def check_alarm(self) -> None:
+        try:
+            raised = self._store.check([self._alarm_key()])
+            source = int(self._store.get(self._alarm_key())) if raised else self.rank
+        except RuntimeError as error:
+            raise RankLostError(f"the store that the ranks share is gone: {_line(error)}") from error
+        if source != self.rank:
+            raise PeerFailedError(f"rank {source} failed")
+
+    def renew(self) -> None:
+        self.gather_values(0)  # all ranks have stopped using the old data plane
+        self._epoch += 1
+        self._alarmed = False
+        self._data = self._open_data()
+
+    def _open_data(self) -> _Plane:
+        if self.device.type == "cuda":
+            return _NcclPlane(self._ranks)
+        return _GlooPlane(self._store, f"{self._name}/data/{self._epoch}", self.rank, self.size)
+
+    def _alarm_key(self) -> str:
+        return f"{self._name}/alarm/{self._epoch}"
+
+    def _watch(self) -> None:
+        """Break off NCCL transfers when a peer has raised the alarm: NCCL itself would wait for it without end."""
+        pause = threading.Event()
+        while not pause.wait(_WATCH_SECONDS):
+            try:
+                self.check_alarm()
+            except PeerFailedError:
+                self._data.break_off()
+            except RankLostError:
+                return
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Turn the backend's error into ours: a peer that failed has raised the alarm, one that vanished has not."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.check_alarm()
+            raise RankLostError(f"a rank has vanished: {_line(error)}") from error
+
+    @contextmanager
+    def _control_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._control.break_off()  # others may be waiting for this rank, not for the one that vanished
+            raise RankLostError(f"a rank has vanished: {_line(error)}") from error
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Pending:
+        with self.translated():
+            return _Receipt(self, [self._data.send(tensor, dst, tag)], [tensor])
+
+    def _irecv(self, buffer: Tensor, src: int, tag: int) -> Pending:
+        with self.translated():
+            return _Receipt(self, [self._data.recv(buffer, src, tag)], [buffer])
+
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        with self.translated():
+            works = self._data.batch(sends, receives)
+        return WaitAll([_Receipt(self, works, [m.tensor for m in (*sends, *receives)])])
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        with self.translated():
+            self._data.all_reduce(tensor, op)
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        with self.translated():
+            self._data.broadcast(tensor, src)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
