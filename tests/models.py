@@ -124,7 +124,10 @@ def _make(build: Callable[[], Any], seed: int, dtype: torch.dtype) -> Any:
             _fill(module.bias, 0.0, 0.2, generator)
         if isinstance(gain, nn.Parameter):
             _fill(gain, 1.0, 0.2, generator)
-    return vae.to(dtype).eval()
+    if isinstance(vae, AutoencoderKL | AutoencoderKLFlux2):
+        with torch.no_grad():  # nothing clamps these: random weights would give pixels up to 4 instead of 1
+            vae.decoder.conv_out.weight.mul_(0.25)
+    return (vae if dtype == torch.float32 else vae.to(dtype)).eval()
 
 
 def _fill(parameter: nn.Parameter, centre: float, spread: float, generator: torch.Generator) -> None:

@@ -1,0 +1,124 @@
+"""What is sharded now: the state of one request on one rank, reachable by the layers while a step of it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vaepar.errors import UsageError
+from vaepar.parallel.group import RankGroup
+from vaepar.parallel.halo import BufferPool
+from vaepar.parallel.shards import Axis, Layout, Window
+
+_ACTIVE: ContextVar[ShardContext | None] = ContextVar("vaepar_shard_context", default=None)
+
+
+class ShardContext:
+    """One request: who shares which axis, how each feature map is cut, and what is kept between its steps.
+
+    A layer finds the layout of a tensor by the tensor's own extent: the maps of one model differ by factors of two, so
+    on each rank the extents of its intervals differ as well.
+
+    Args:
+        group: the ranks; the first ``layouts[0].ranks`` of them own rows, this one among them.
+        axis: the sharded axis.
+        layouts: the layouts of all feature maps of the model, any order.
+    """
+
+    def __init__(self, group: RankGroup, axis: Axis, layouts: Sequence[Layout]) -> None:
+        if axis not in ("height", "width"):
+            raise UsageError(f"shard axis is '{axis}'; the axes are height and width")
+        self.group = group
+        self.axis = axis
+        self.dim = -2 if axis == "height" else -1
+        self.other_dim = -1 if axis == "height" else -2
+        self.pool = BufferPool()
+        self.store: dict[Hashable, Any] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._targets: dict[tuple[Layout, Window], Layout] = {}
+        self._deferred: tuple[int, int, int, int] | None = None
+        for layout in layouts:
+            self._register(layout)
+
+    @property
+    def alone(self) -> bool:
+        """True when one rank owns every row, so that nothing is ever exchanged."""
+        return next(iter(self._layouts.values())).ranks == 1
+
+    def layout_of(self, rows: Tensor) -> Layout:
+        """The layout of the map of which ``rows`` is this rank's part, [..., H, W]."""
+        return self.layout_of_extent(rows.shape[self.dim])
+
+    def layout_of_extent(self, local: int) -> Layout:
+        layout = self._layouts.get(local)
+        if layout is None:
+            raise UsageError(
+                f"rank {self.group.rank} met a map with {local} rows of its own, which is no part of this shard; "
+                f"its maps have {sorted(self._layouts)}"
+            )
+        return layout
+
+    def target_of(self, source: Layout, window: Window) -> Layout:
+        """The layout of what ``window`` makes of a map cut as ``source``; a new one becomes known here."""
+        key = (source, window)
+        if key not in self._targets:
+            extent = window.out_extent(source.extent)
+            if extent < 1:
+                raise UsageError(f"a window of {window.reach} rows gives nothing from a map of {source.extent} rows")
+            known = [layout for layout in self._layouts.values() if layout.extent == extent]
+            target = source if window.stride == 1 and extent == source.extent else None
+            target = target or (known[0] if known else window.target(source))
+            self._register(target)
+            self._targets[key] = target
+        return self._targets[key]
+
+    def defer_padding(self, left: int, right: int, top: int, bottom: int) -> None:
+        """Leave this much zero padding to the next convolution, which applies it at the picture's edges only."""
+        if self._deferred is not None:
+            raise UsageError("two paddings meet without a convolution between them; a shard cannot apply both")
+        self._deferred = (left, right, top, bottom)
+
+    def take_padding(self) -> tuple[int, int, int, int]:
+        """The deferred padding (left, right, top, bottom), which is then done."""
+        deferred, self._deferred = self._deferred or (0, 0, 0, 0), None
+        return deferred
+
+    def clear(self) -> None:
+        """Give back buffers and kept rows."""
+        self.pool.clear()
+        self.store.clear()
+        self._deferred = None
+
+    def _register(self, layout: Layout) -> None:
+        local = layout.length(self.group.rank)
+        if self._layouts.setdefault(local, layout) != layout:
+            raise UsageError(
+                f"rank {self.group.rank} owns {local} rows of two maps ({self._layouts[local].extent} and "
+                f"{layout.extent} rows); a shard cannot tell them apart"
+            )
+
+
+def active_shard() -> ShardContext | None:
+    """The request that runs now in this context, or None: layers then behave as the ones they stand for.
+
+    What is compiled is the direct path: a compiler cannot read a context variable, and no collective belongs into its
+    graph. Whoever activates a shard on a compiled model runs it uncompiled.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    return _ACTIVE.get()
+
+
+@contextmanager
+def shard_active(context: ShardContext) -> Iterator[ShardContext]:
+    """Let layers see ``context``. Not to be held across a yield: the consumer would see it as well."""
+    token = _ACTIVE.set(context)
+    try:
+        yield context
+    finally:
+        _ACTIVE.reset(token)

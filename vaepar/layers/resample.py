@@ -1,0 +1,109 @@
+"""Up- and down-sampling on the rows of one rank."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageUpsample
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanUpsample
+from diffusers.models.downsampling import Downsample2D
+from diffusers.models.upsampling import Upsample2D
+from torch import Tensor, nn
+
+from vaepar.layers.context import ShardContext, active_shard
+from vaepar.layers.conv import Stencil, convolve_maps, shard_input
+from vaepar.parallel.shards import Window
+
+_EXACT_DTYPES = (torch.float32, torch.float64)
+
+
+class ShardZeroPad2d(nn.ZeroPad2d):
+    """Zero padding that stands at the picture's edges only: the convolution that follows applies it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        context = active_shard()
+        if context is None:
+            direct: Tensor = super().forward(input)
+            return direct
+        context.defer_padding(*self.padding)
+        return input
+
+
+class ShardUpsampleConv(nn.Sequential):
+    """Nearest upsampling by two and a 3x3 convolution, children 0 and 1, as one step."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        context = active_shard()
+        if context is None:
+            direct: Tensor = super().forward(input)
+            return direct
+        conv = cast(nn.Conv2d, self[1])
+        if input.dtype == torch.float64 and isinstance(self[0], WanUpsample | QwenImageUpsample):
+            input = input.float().double()  # these two pass through float32, which rounds
+        return upsample_conv(context, input, conv.weight, conv.bias)
+
+
+class ShardUpsample2D(Upsample2D):
+    """diffusers' upsampling by two with a 3x3 convolution (AutoencoderKL, FLUX.2)."""
+
+    def forward(self, hidden_states: Tensor, output_size: int | None = None, *args: object, **kwargs: object) -> Tensor:
+        context = active_shard()
+        if context is None:
+            direct: Tensor = super().forward(hidden_states, output_size, *args, **kwargs)
+            return direct
+        return upsample_conv(context, hidden_states, self.conv.weight, self.conv.bias)
+
+
+class ShardDownsample2D(Downsample2D):
+    """diffusers' strided 3x3 convolution, padded right and bottom or all around."""
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        context = active_shard()
+        if context is None:
+            direct: Tensor = super().forward(hidden_states, *args, **kwargs)
+            return direct
+        if self.padding == 0:
+            context.defer_padding(0, 1, 0, 1)
+        down: Tensor = self.conv(hidden_states)
+        return down
+
+
+def upsample_conv(context: ShardContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Nearest upsampling of [b, c, h, w] by two, then a 3x3 convolution with padding 1: [b, c', 2h, 2w].
+
+    In an upsampled map neighbours repeat, so each of the four output phases reads only 2x2 different positions: with
+    the taps on equal positions added up beforehand, four ninths of the products remain and the large input is never
+    made. Sums of taps would lose bits in half precision, where the two steps are taken one after the other.
+    """
+    if x.dtype not in _EXACT_DTYPES:
+        large = F.interpolate(x, scale_factor=2.0, mode="nearest-exact")
+        window = Window(3, before=1, after=1)
+        return convolve_maps(context, large, weight, bias, Stencil(window, window))
+    window = Window(3, before=1, after=1)
+    height, width = x.shape[-2:]
+    x, padding = shard_input(context, x, Stencil(window, window))
+    phases = F.conv2d(x, _phase_weight(weight), None if bias is None else bias.repeat(4), padding=padding)
+    channels = weight.shape[0]
+    out = torch.empty(
+        (x.shape[0], channels, 2 * height, 2 * width),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last,
+    )
+    for phase in range(4):
+        a, b = divmod(phase, 2)
+        part = phases[:, phase * channels : (phase + 1) * channels, a : a + height, b : b + width]
+        out[:, :, a::2, b::2].copy_(part)
+    return out
+
+
+def _phase_weight(weight: Tensor) -> Tensor:
+    """The 2x2 kernels of the four phases, [4c', c, 2, 2], row phase outermost, from a 3x3 kernel [c', c, 3, 3].
+
+    Even rows of the output read the row above and twice their own, odd ones twice their own and the row below.
+    """
+    taps = weight.new_tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]])
+    kernels = torch.einsum("apk,bql,oikl->aboipq", taps, taps, weight)
+    return kernels.flatten(0, 2).contiguous(memory_format=torch.channels_last)

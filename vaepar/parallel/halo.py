@@ -1,0 +1,79 @@
+"""The exchange of rows between the ranks that share a feature map.
+
+Rows travel in the order in which channels_last keeps them (channels innermost), so that a slice of a channels_last map
+goes out without a copy where it can, and backends that know only dense buffers accept it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vaepar.parallel.group import Message, Pending, RankGroup
+from vaepar.parallel.shards import HaloPlan, Layout
+
+
+@dataclass
+class BufferPool:
+    """Receive buffers that one request uses again and again; :meth:`clear` gives them back."""
+
+    buffers: dict[Hashable, Tensor] = field(default_factory=dict)
+
+    def take(self, name: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A contiguous buffer of that shape, in the dtype and on the device of ``like``; its content is left over."""
+        key = (name, tuple(shape), like.dtype, like.device)
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+        return self.buffers[key]
+
+    def clear(self) -> None:
+        self.buffers.clear()
+
+
+class HaloExchange:
+    """The rows that one operation needs from others: started at construction, there after :meth:`finish`.
+
+    Args:
+        group: the ranks; those beyond the layout take no part.
+        plan: what this rank sends and receives.
+        rows: the rank's own rows, [B, C, H, W] or [B, C, T, H, W].
+        dim: the sharded dimension, -2 (height) or -1 (width).
+        pool: where the receive buffers come from; the received rows are valid until the next exchange.
+    """
+
+    def __init__(self, group: RankGroup, plan: HaloPlan, rows: Tensor, dim: int, pool: BufferPool) -> None:
+        self._plan = plan
+        inner = rows.movedim(1, -1)
+        axis = dim - 1  # channels now stand last
+        sends = [Message(inner.narrow(axis, send.start - plan.own[0], send.rows), send.peer) for send in plan.sends]
+        self._buffers = []
+        receives = []
+        for receive in plan.receives:
+            shape = list(inner.shape)
+            shape[axis] = receive.rows
+            buffer = pool.take(("halo", receive.peer), shape, rows)
+            receives.append(Message(buffer, receive.peer))
+            self._buffers.append(buffer.movedim(-1, 1))
+        self._pending: Pending = group.exchange(sends, receives)
+
+    def finish(self) -> list[tuple[int, Tensor]]:
+        """Wait; the received pieces as (first row, [B, C, (T,) H, W]), in the order of rows."""
+        self._pending.wait()
+        return [(receive.start, piece) for receive, piece in zip(self._plan.receives, self._buffers, strict=True)]
+
+
+def gather_parts(group: RankGroup, layout: Layout, part: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The contiguous parts of all ranks of the layout, in rank order, in one round; ``shapes[r]`` is that of rank r."""
+    ranks = range(layout.ranks)
+    parts = [part if r == group.rank else part.new_empty(tuple(shapes[r])) for r in ranks]
+    peers = [r for r in ranks if r != group.rank]
+    group.exchange([Message(part, r) for r in peers], [Message(parts[r], r) for r in peers]).wait()
+    return parts
+
+
+def sent_bytes(plan: HaloPlan, row_elements: int, element_size: int) -> int:
+    """Bytes that a rank sends for ``plan`` when one row has ``row_elements`` elements."""
+    return plan.sent_rows * row_elements * element_size
