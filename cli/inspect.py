@@ -1,0 +1,74 @@
+"""``vaepar inspect``: what is in a latent or model file, as understood, without reading a tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from vaepar.errors import VaeparError
+from vaepar.latents import LatentRequest, VaeFacts, read_header, resolve
+from vaepar.latents.text import shown
+
+from .output import complain
+
+
+def command(
+    ctx: typer.Context,
+    files: list[Path] = typer.Argument(help="Latent files or model folders.", show_default=False),
+    model: str | None = typer.Option(None, "--model", "-m", help="Say what the files mean for this model."),
+    state: str | None = typer.Option(None, "--state", help="As for decode."),
+    layout: str | None = typer.Option(None, "--layout", help="As for decode."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object a file to standard output."),
+) -> None:
+    """Show a file's tensors, metadata and meaning."""
+    request = LatentRequest(state=state, layout=layout)  # type: ignore[arg-type]  # names are parsed there
+    ctx.obj.append(lambda: _run(files, model, request, as_json))
+
+
+def _run(files: list[Path], model: str | None, request: LatentRequest, as_json: bool) -> int:
+    from vaepar.jobs.models import locate_model
+
+    facts = locate_model(model, allow_download=False).facts if model is not None else None
+    code = 0
+    for path in files:
+        try:
+            found = _model(path) if path.is_dir() else _latent(path, facts, request)
+        except VaeparError as error:
+            code = max(code, error.exit_code)
+            complain(f"error: {error}")
+            if as_json:
+                typer.echo(json.dumps({"path": str(path), "error": str(error)}))
+            continue
+        typer.echo(json.dumps(found) if as_json else _lines(found))
+    return code
+
+
+def _model(path: Path) -> dict[str, Any]:
+    from vaepar.jobs.models import locate_model
+
+    source = locate_model(str(path), allow_download=False)
+    numbers = {key: value for key, value in vars(source.facts).items() if key != "config"}
+    weights = {weight.name: weight.stat().st_size for weight in source.weights}
+    return {"path": str(path), "kind": "model"} | numbers | {"weights": weights, "sha256": source.digest()}
+
+
+def _latent(path: Path, vae: VaeFacts | None, request: LatentRequest) -> dict[str, Any]:
+    header = read_header(path)
+    found: dict[str, Any] = {
+        "path": str(path),
+        "kind": "latent",
+        "producer": header.producer,
+        "key": header.key,
+        "shape": list(header.shape),
+        "dtype": header.dtype,
+        "metadata": dict(header.metadata),
+        "file_bytes": header.file_bytes,
+    }
+    return found if vae is None else found | resolve(header, vae, request).to_json()
+
+
+def _lines(found: dict[str, Any]) -> str:
+    return "\n".join(f"{key}: {shown(value, 2000)}" for key, value in found.items()) + "\n"

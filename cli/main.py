@@ -1,0 +1,94 @@
+"""The application: parses on every rank, speaks on the first one, and turns errors into exit codes in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+
+import typer
+
+from vaepar import __version__
+from vaepar.errors import VaeparError
+from vaepar.launch import World, exit_code_of
+
+from . import decode, env, inspect, models
+from .output import complain
+
+# A command only checks its flags and appends its work here, so that a mistyped flag ends on every rank before any
+# group of ranks exists, and work runs outside the parser's error handling.
+Work = Callable[[], int]
+
+app = typer.Typer(
+    name="vaepar",
+    help="Decode saved diffusion latents to pictures and videos, in parallel and exactly.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.command("decode")(decode.command)
+app.command("inspect")(inspect.command)
+app.command("models")(models.command)
+app.command("env")(env.command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"vaepar {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    """The options before the command."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line. Returns the exit code: 0 done, 2 usage, and those of ``vaepar.errors``."""
+    try:
+        world = World.from_environment()
+        work: list[Work] = []
+        code = _parse(arguments, work, speaks=world.rank == 0)
+        return work[0]() if work and code == 0 else code
+    except VaeparError as error:
+        if _is_first():
+            complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt as error:
+        return exit_code_of(error)
+    except Exception as error:
+        complain(f"internal error on rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}")
+        traceback.print_exc()
+        return 1
+
+
+def _parse(arguments: Sequence[str], work: list[Work], *, speaks: bool) -> int:
+    with contextlib.nullcontext() if speaks else _muted():
+        try:
+            app(list(arguments), prog_name="vaepar", obj=work)
+        except SystemExit as end:
+            return int(end.code or 0) if not isinstance(end.code, str) else 1
+    return 0
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def _muted() -> Iterator[None]:
+    """Usage errors and help come from the first rank alone."""
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,  # noqa: PTH123  # os.devnull is no path to keep
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

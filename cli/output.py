@@ -1,0 +1,199 @@
+"""Speaking to people: errors, tables and progress on standard error; standard output is for data."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from vaepar.jobs.report import Observer, Row, RunReport
+
+_PLAIN_WIDTH = 200  # lines of a log are not cut to a terminal's width
+_EVERY_SECONDS = 10.0  # farms take a silent process for a hung one
+
+
+def console() -> Console:
+    """A console on standard error, wide where it is no terminal. File names are never read as markup."""
+    width = None if sys.stderr.isatty() else max(_PLAIN_WIDTH, shutil.get_terminal_size().columns)
+    return Console(stderr=True, markup=False, highlight=False, emoji=False, width=width)
+
+
+def complain(message: str) -> None:
+    """One line on standard error."""
+    console().print(Text(f"vaepar: {message}"), soft_wrap=True)
+
+
+class _LogLine(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        complain(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def set_up_logging(*, verbose: bool, quiet: bool, speaks: bool) -> None:
+    """Send the package's own log lines to standard error; ranks that do not speak keep to errors."""
+    logger = logging.getLogger("vaepar")
+    logger.handlers = [_LogLine()]
+    logger.propagate = False
+    level = logging.ERROR if quiet or not speaks else logging.INFO if verbose else logging.WARNING
+    logger.setLevel(level)
+
+
+def human_bytes(count: float) -> str:
+    """``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+class QuietObserver:
+    """Says failures only."""
+
+    def planned(self, files: int, ranks: int) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        return None
+
+    def started(self, path: str, frames: int) -> None:
+        return None
+
+    def advanced(self, frames: int) -> None:
+        return None
+
+    def finished(self, row: Row) -> None:
+        if row.status == "failed":
+            complain(f"error: {row.error}")
+
+
+class PlainObserver:
+    """A line for each file, and one at least every ten seconds within a file."""
+
+    def __init__(self) -> None:
+        self._console = console()
+        self._files = self._done = self._frames = self._of = 0
+        self._path = ""
+        self._said = time.monotonic()
+
+    def planned(self, files: int, ranks: int) -> None:
+        self._files = files
+        self._say(f"{files} file{'s' if files != 1 else ''} on {ranks} rank{'s' if ranks != 1 else ''}")
+
+    def note(self, text: str) -> None:
+        self._say(text)
+
+    def started(self, path: str, frames: int) -> None:
+        self._path, self._frames, self._of = path, 0, frames
+
+    def advanced(self, frames: int) -> None:
+        self._frames += frames
+        if time.monotonic() - self._said >= _EVERY_SECONDS:
+            self._say(f"[{self._done + 1}/{self._files}] {self._path}: {self._frames}/{self._of} frames")
+
+    def finished(self, row: Row) -> None:
+        self._done += 1
+        for note in row.notes if row.status == "ok" else ():
+            self._say(f"{row.path}: {note}")
+        self._say(f"[{self._done}/{self._files}] {outcome(row)}")
+
+    def _say(self, text: str) -> None:
+        self._said = time.monotonic()
+        self._console.print(Text(text), soft_wrap=True)
+
+
+class RichObserver:
+    """Bars for files and frames; failures stay above them."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[extra]}", markup=False),
+            console=console(),
+            transient=True,
+        )
+        self._file_bar: TaskID | None = None
+        self._frame_bar: TaskID | None = None
+
+    def planned(self, files: int, ranks: int) -> None:
+        self._progress.start()
+        self._file_bar = self._progress.add_task("files", total=files, extra=f"{ranks} rank(s)")
+        self._frame_bar = self._progress.add_task("frames", total=None, extra="")
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(Text(text), soft_wrap=True)
+
+    def started(self, path: str, frames: int) -> None:
+        if self._frame_bar is not None:
+            self._progress.reset(self._frame_bar, total=frames, extra=path)
+
+    def advanced(self, frames: int) -> None:
+        if self._frame_bar is not None:
+            self._progress.advance(self._frame_bar, frames)
+
+    def finished(self, row: Row) -> None:
+        if self._file_bar is not None:
+            self._progress.advance(self._file_bar)
+        for note in row.notes if row.status == "ok" else ():
+            self.note(f"{row.path}: {note}")
+        if row.status == "failed":
+            self.note(outcome(row))
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+def outcome(row: Row) -> str:
+    """One line for one file."""
+    if row.status == "failed":
+        return f"failed: {row.error}"
+    where = row.outputs[0] if len(row.outputs) == 1 else f"{len(row.outputs)} outputs"
+    if row.status == "skipped":
+        return f"skipped: {row.path}: {where} is there already (--overwrite replaces it)"
+    if row.status == "not tried":
+        return f"not tried: {row.path}"
+    return f"ok: {row.path} -> {where} ({row.frames} x {row.width}x{row.height}, {row.mode}, {row.seconds:.2f} s)"
+
+
+def observer(*, quiet: bool) -> Observer:
+    """The observer for where standard error goes."""
+    if quiet:
+        return QuietObserver()
+    return RichObserver() if sys.stderr.isatty() else PlainObserver()
+
+
+def closing_table(report: RunReport) -> None:
+    """What happened to each file, and the totals."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for name in ("file", "status", "size", "frames", "mode", "seconds", "peak memory per rank"):
+        table.add_column(name, justify="right" if name in ("frames", "seconds") else "left", overflow="fold")
+    for row in report.rows:
+        worked = row.status == "ok"
+        size = "" if row.width is None else f"{row.width}x{row.height}"
+        peaks = ", ".join(human_bytes(peak) for peak in row.peak_bytes)
+        table.add_row(
+            *(
+                Text(text)
+                for text in (row.path, row.status, size, str(row.frames or ""), row.mode or "" if worked else "")
+            ),
+            Text(f"{row.seconds:.2f}" if row.seconds is not None else ""),
+            Text(peaks if worked else ""),
+        )
+    out = console()
+    out.print(table)
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(report.counts.items()))
+    out.print(
+        Text(
+            f"{counts or 'nothing to do'}; {report.ranks} rank(s), {report.device}, {report.dtype or 'no model loaded'}"
+        ),
+        Text(f"in {report.seconds:.1f} s"),
+        soft_wrap=True,
+    )

@@ -1,0 +1,103 @@
+"""From what was typed to the list of files and the names of their outputs."""
+
+from __future__ import annotations
+
+import glob
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vaepar.latents.text import shown
+
+SUFFIXES = (".safetensors", ".latent")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One input file and where its output goes.
+
+    Args:
+        path: the file, as it was named.
+        out_base: path of the output without its suffix; None when there is a ``problem``.
+        problem: one line that says why the file cannot be worked on.
+    """
+
+    path: Path
+    out_base: Path | None = None
+    problem: str | None = None
+
+
+def find_sources(inputs: Sequence[str], out: Path, name: str = "{stem}", recursive: bool = False) -> tuple[Source, ...]:
+    """The files that ``inputs`` name, each once, in the order given (folders and patterns in the order of names).
+
+    What cannot be worked on (nothing there, an empty folder, two files that would get one output) becomes a source
+    with a problem, so that the other files go on.
+
+    Args:
+        inputs: files, folders, patterns with ``*``, ``?`` or ``[``.
+        out: folder of the outputs.
+        name: template of an output's name, see :class:`DecodeRequest`.
+        recursive: take files in sub-folders too; the tree below a folder is kept below ``out``.
+    """
+    found: dict[Path, Source] = {}
+    for text in inputs:
+        for path, folder in _expand(text, recursive):
+            if path in found:
+                continue
+            if folder is _NOTHING:
+                found[path] = Source(path=path, problem=_missing(text))
+            else:
+                base = _base(path, folder, out, name, len(found))
+                found[path] = Source(path=path, out_base=base)
+    return tuple(_apart(found.values()))
+
+
+_NOTHING = Path()
+
+
+def _expand(text: str, recursive: bool) -> Iterable[tuple[Path, Path | None]]:
+    """Paths of one input with the folder below which the tree is kept, if any; ``_NOTHING`` marks a failure."""
+    path = Path(text)
+    if path.is_dir():
+        pattern = "**/*" if recursive else "*"
+        files = sorted(p for p in path.glob(pattern) if p.suffix.lower() in SUFFIXES and p.is_file())
+        return [(p, path if recursive else None) for p in files] or [(path, _NOTHING)]
+    if path.exists() or not glob.has_magic(text):
+        return [(path, None if path.exists() else _NOTHING)]
+    matches = sorted(Path(p) for p in glob.glob(text, recursive=recursive))  # noqa: PTH207  # Path has no absolute glob
+    return [(p, None) for p in matches if p.is_file()] or [(path, _NOTHING)]
+
+
+def _missing(text: str) -> str:
+    path = Path(text)
+    if path.is_dir():
+        return f"{shown(text)}: the folder holds no file ending in {' or '.join(SUFFIXES)}"
+    if glob.has_magic(text):
+        return f"{shown(text)}: no file matches this pattern"
+    return f"{shown(text)}: no such file or folder"
+
+
+def _base(path: Path, folder: Path | None, out: Path, name: str, index: int) -> Path:
+    parent = path.resolve().parent.name
+    below = path.parent.relative_to(folder) if folder is not None else Path()
+    return out / below / name.format(stem=path.stem, parent=parent, index=f"{index:05d}")
+
+
+def _apart(sources: Iterable[Source]) -> Iterable[Source]:
+    """Give a problem to every source that shares its output with another one: no order of inputs decides who wins."""
+    by_base: dict[Path, list[Source]] = defaultdict(list)
+    sources = list(sources)
+    for source in sources:
+        if source.out_base is not None:
+            by_base[source.out_base].append(source)
+    for source in sources:
+        rivals = [s for s in by_base.get(source.out_base or _NOTHING, []) if s is not source]
+        if source.out_base is None or not rivals:
+            yield source
+            continue
+        yield Source(
+            path=source.path,
+            problem=f"{shown(source.path)}: would get the same output {shown(source.out_base)} as "
+            f"{shown(rivals[0].path)}; give another --name, such as '{{parent}}_{{stem}}'",
+        )

@@ -1,0 +1,104 @@
+"""What will be done with each file, decided before any weight is loaded and without a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vaepar.errors import VaeparError
+from vaepar.jobs.inputs import Source, find_sources
+from vaepar.jobs.report import Row
+from vaepar.jobs.request import DecodeRequest
+from vaepar.latents import LatentFacts, VaeFacts, read_header, resolve
+from vaepar.latents.text import shown
+from vaepar.media import OutputFormat, is_complete
+
+
+@dataclass(kw_only=True)
+class Task:
+    """One file of a run: what it means (None where it cannot be decoded), its outputs, and its row of the report."""
+
+    path: Path
+    out_base: Path | None
+    row: Row
+    facts: LatentFacts | None = None
+
+    @property
+    def is_due(self) -> bool:
+        return self.row.status == "not tried"
+
+
+def plan_decode(request: DecodeRequest, vae: VaeFacts) -> list[Task]:
+    """The tasks of a run, in the order of its inputs. Reads headers only; a file with a problem fails alone."""
+    sources = find_sources(request.inputs, request.out, request.name, request.recursive)
+    return [_plan_one(source, request, vae) for source in sources]
+
+
+def tasks_to_text(tasks: Sequence[Task]) -> str:
+    """The plan for the other ranks; they read the headers of the files that are due themselves."""
+    return json.dumps(
+        [
+            {"path": str(task.path), "out_base": None if task.out_base is None else str(task.out_base)}
+            | {"row": asdict(task.row)}
+            for task in tasks
+        ]
+    )
+
+
+def tasks_from_text(text: str) -> list[Task]:
+    """The inverse of :func:`tasks_to_text`, without the facts."""
+    return [_task_from(value) for value in json.loads(text)]
+
+
+def outputs_of(facts: LatentFacts, out_base: Path, request: DecodeRequest) -> tuple[list[Path], OutputFormat]:
+    """Paths of the outputs, one for each item of the file, and how they are written.
+
+    Raises:
+        UsageError: for settings that do not fit this file.
+    """
+    kind = request.video.kind_for(facts.num_frames)
+    fmt = request.video.output_format(kind, facts.fps)
+    tags = [""] if facts.batch == 1 else [f"_{item:04d}" for item in range(facts.batch)]
+    return [out_base.with_name(f"{out_base.name}{tag}{fmt.suffix}") for tag in tags], fmt
+
+
+def _task_from(value: dict[str, Any]) -> Task:
+    base = value["out_base"]
+    return Task(path=Path(value["path"]), out_base=None if base is None else Path(base), row=Row(**value["row"]))
+
+
+def _plan_one(source: Source, request: DecodeRequest, vae: VaeFacts) -> Task:
+    row = Row(path=str(source.path))
+    task = Task(path=source.path, out_base=source.out_base, row=row)
+    if source.problem is not None or source.out_base is None:
+        fail(row, source.problem or "", 2 if source.path.exists() else 4)
+        return task
+    try:
+        task.facts = resolve(read_header(source.path), vae, request.latent)
+        describe(row, task.facts)
+        outputs, fmt = outputs_of(task.facts, source.out_base, request)
+    except VaeparError as error:
+        message = str(error)
+        named = message if shown(source.path) in message else f"{shown(source.path)}: {message}"
+        fail(row, named, error.exit_code)
+        return task
+    if not request.overwrite and all(is_complete(path, fmt) for path in outputs):
+        row.status = "skipped"
+        row.outputs = [str(path) for path in outputs]
+    return task
+
+
+def fail(row: Row, message: str, exit_code: int) -> None:
+    """Mark a row as failed, with one line."""
+    row.status, row.error, row.exit_code = "failed", " ".join(message.split()), exit_code
+    row.outputs = []
+
+
+def describe(row: Row, facts: LatentFacts) -> None:
+    """Fill in what the facts say about the outputs."""
+    row.width, row.height, row.frames = facts.width, facts.height, facts.num_frames
+    row.fps = None if facts.fps is None else float(facts.fps)
+    row.notes = list(facts.decisions)

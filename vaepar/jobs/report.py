@@ -1,0 +1,138 @@
+"""What happened to each file, for people and for machines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from vaepar import __version__
+from vaepar.errors import InterruptedRunError, OutputError
+
+Status = Literal["ok", "skipped", "failed", "not tried"]
+
+
+@dataclass(kw_only=True)
+class Row:
+    """The outcome of one file.
+
+    Args:
+        path: the input.
+        status: ``ok``, ``skipped`` (its outputs were there), ``failed`` or ``not tried`` (the run ended before).
+        outputs: files (or sequence folders) that are there now.
+        error, exit_code: of a failed file.
+        mode, mode_reason: the parallel mode that was really used, and why.
+        width, height, frames, fps: of the outputs.
+        seconds: wall time from reading to the last write.
+        peak_bytes: highest memory use of each rank while it was worked on (resident on CPUs, allocated on GPUs).
+        notes: what was decided about the file.
+    """
+
+    path: str
+    status: Status = "not tried"
+    outputs: list[str] = field(default_factory=list)
+    error: str | None = None
+    exit_code: int = 0
+    mode: str | None = None
+    mode_reason: str | None = None
+    width: int | None = None
+    height: int | None = None
+    frames: int | None = None
+    fps: float | None = None
+    seconds: float | None = None
+    peak_bytes: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Observer(Protocol):
+    """Who is told about the progress of a run. Only rank 0 has one that speaks."""
+
+    def planned(self, files: int, ranks: int) -> None: ...
+    def note(self, text: str) -> None: ...
+    def started(self, path: str, frames: int) -> None: ...
+    def advanced(self, frames: int) -> None: ...
+    def finished(self, row: Row) -> None: ...
+
+
+class Silent:
+    """The observer of the ranks that do not speak."""
+
+    def planned(self, files: int, ranks: int) -> None:
+        return None
+
+    def note(self, text: str) -> None:
+        return None
+
+    def started(self, path: str, frames: int) -> None:
+        return None
+
+    def advanced(self, frames: int) -> None:
+        return None
+
+    def finished(self, row: Row) -> None:
+        return None
+
+
+@dataclass(kw_only=True)
+class RunReport:
+    """A whole run: its rows and what was common to them."""
+
+    operation: str
+    model: str
+    model_sha256: str | None = None
+    ranks: int = 1
+    device: str = "cpu"
+    dtype: str | None = None
+    seconds: float = 0.0
+    interrupted: bool = False
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0 when nothing failed; 75 after a stop; the common code when every file failed alike; else 3."""
+        failed = [row for row in self.rows if row.status == "failed"]
+        if self.interrupted:
+            return InterruptedRunError.exit_code
+        if not failed:
+            return 0
+        codes = {row.exit_code for row in failed}
+        worked = any(row.status in ("ok", "skipped") for row in self.rows)
+        return codes.pop() if len(codes) == 1 and not worked else 3
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return Counter(row.status for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {
+            "vaepar": __version__,
+            "operation": self.operation,
+            "model": self.model,
+            "model_sha256": self.model_sha256,
+            "ranks": self.ranks,
+            "device": self.device,
+            "dtype": self.dtype,
+            "seconds": round(self.seconds, 3),
+            "interrupted": self.interrupted,
+            "exit_code": self.exit_code,
+            "counts": dict(self.counts),
+            "files": [asdict(row) for row in self.rows],
+        }
+
+
+def write_report(path: Path, reports: RunReport | Sequence[RunReport]) -> None:
+    """Write the report whole or not at all. Raises :class:`OutputError`."""
+    data = reports.to_json() if isinstance(reports, RunReport) else [report.to_json() for report in reports]
+    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        temp.replace(path)
+    except OSError as error:
+        temp.unlink(missing_ok=True)
+        raise OutputError(f"the report {path} cannot be written: {error.strerror or error}") from error

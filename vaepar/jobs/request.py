@@ -1,0 +1,137 @@
+"""What a run was asked to do, as one frozen value that is checked when it is made."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import get_args
+
+from vaepar.config import VaeParallelMode
+from vaepar.errors import UsageError
+from vaepar.latents import LatentRequest
+from vaepar.media.formats import Kind, OutputFormat
+
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+FORMATS = ("auto", *get_args(Kind))
+_NAME_FIELDS = ("stem", "parent", "index")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoSettings:
+    """How videos and pictures are written; None means the format's default. See :class:`OutputFormat`."""
+
+    format: str = "auto"
+    fps: Fraction | None = None
+    crf: int | None = None
+    codec: str | None = None
+    pix_fmt: str | None = None
+    preset: str | None = None
+    png_level: int | None = None
+    allow_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UsageError(f"--format is '{self.format}'; it is one of {', '.join(FORMATS)}")
+        for kind in ("png", "mp4"):  # the kinds that 'auto' can become, checked before any file is opened
+            if self.format in ("auto", kind):
+                self.output_format(kind, Fraction(16))
+        if self.format in ("png-sequence", "ffv1"):
+            self.output_format(self.format, Fraction(16))
+
+    def kind_for(self, frames: int) -> str:
+        """The kind of output for so many frames. Raises :class:`UsageError` when ``png`` was asked for a film."""
+        if self.format == "auto":
+            return "png" if frames == 1 else "mp4"
+        if self.format == "png" and frames > 1:
+            raise UsageError(f"--format png holds one picture, this file has {frames} frames; png-sequence holds them")
+        return self.format
+
+    def output_format(self, kind: str, fps: Fraction | None) -> OutputFormat:
+        """The format of one output. With ``auto``, settings that only the other kind has are left out."""
+        video = kind in ("mp4", "ffv1")
+        mixed = self.format == "auto"
+        return OutputFormat(
+            kind=kind,  # type: ignore[arg-type]  # OutputFormat checks the name itself
+            fps=None if kind == "png" else (self.fps or fps),
+            codec=self.codec if video or not mixed else None,
+            crf=self.crf if video or not mixed else None,
+            pix_fmt=self.pix_fmt if video or not mixed else None,
+            preset=self.preset if video or not mixed else None,
+            png_level=self.png_level if not video or not mixed else None,
+            allow_nonfinite=self.allow_nonfinite,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRequest:
+    """One run of ``vaepar decode``.
+
+    Args:
+        inputs: files, folders and patterns, as given.
+        model: pipeline folder, VAE folder, hub id, or ``demo``.
+        out: folder of the outputs; made when missing.
+        mode: parallel mode.
+        latent: what the user said about the files.
+        video: how outputs are written.
+        tile_size, tile_stride: pixels; None for the VAE's own. A size without a stride gets three quarters of it.
+        dtype: one of :data:`DTYPES`.
+        device: one of ``vaepar.launch.DEVICES``.
+        name: template of the outputs' names without suffix, from the fields stem, parent and index.
+        recursive: look for latents in sub-folders too, and keep the tree.
+        overwrite: replace outputs that exist; they are skipped otherwise.
+        variant: weight variant of the model folder (``fp16``).
+        allow_download: fetch a model from the hub when it is not in the local cache.
+        report: file for the machine-readable report.
+    """
+
+    inputs: tuple[str, ...]
+    model: str
+    out: Path
+    mode: VaeParallelMode = VaeParallelMode.TILE
+    latent: LatentRequest = field(default_factory=LatentRequest)
+    video: VideoSettings = field(default_factory=VideoSettings)
+    tile_size: int | None = None
+    tile_stride: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    name: str = "{stem}"
+    recursive: bool = False
+    overwrite: bool = False
+    variant: str | None = None
+    allow_download: bool = True
+    report: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.inputs:
+            raise UsageError("no input was given; give latent files, folders or patterns")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"--dtype is '{self.dtype}'; it is one of {', '.join(DTYPES)}")
+        self._check_tiles()
+        _check_template(self.name)
+
+    def _check_tiles(self) -> None:
+        for flag, value in (("--tile-size", self.tile_size), ("--tile-stride", self.tile_stride)):
+            if value is not None and value < 1:
+                raise UsageError(f"{flag} is {value}; it is a number of pixels, 1 or more")
+        if self.tile_stride is not None and self.tile_size is None:
+            raise UsageError("--tile-stride was given without --tile-size; the two are pixels and go together")
+        if self.tile_size is not None and self.tile_stride is not None and self.tile_stride > self.tile_size:
+            raise UsageError(
+                f"--tile-stride {self.tile_stride} pixels is beyond --tile-size {self.tile_size} pixels: parts of the "
+                f"picture would be left out; it is at most the tile size"
+            )
+
+
+def _check_template(template: str) -> None:
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise UsageError(f"--name '{template}' is not a template: {error}") from None
+    unknown = [name for name in fields if name not in _NAME_FIELDS]
+    if unknown or not fields or "/" in template or "\\" in template:
+        raise UsageError(
+            f"--name is '{template}'; it is a file name with at least one of the fields "
+            f"{', '.join('{' + name + '}' for name in _NAME_FIELDS)} and no folder"
+        )
