@@ -127,7 +127,7 @@ def write_latent(path: str | os.PathLike[str], tensor: Tensor, record: LatentRec
             with temporary.open("xb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                _sync(file.fileno())
             temporary.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -136,6 +136,15 @@ def write_latent(path: str | os.PathLike[str], tensor: Tensor, record: LatentRec
     except OSError as error:
         kind = DiskFullError if error.errno in _NO_SPACE else OutputError
         raise kind(f"{shown(path)}: cannot be written: {shown(error.strerror or error)}") from None
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no fsync; that says nothing about the data.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 def _check_tensor(tensor: Tensor, record: LatentRecord) -> None:
