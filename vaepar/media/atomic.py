@@ -14,7 +14,6 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -183,11 +182,3 @@ def _tag(name: str) -> str:
 
 def _host() -> str:
     return hashlib.sha1(socket.gethostname().encode(), usedforsecurity=False).hexdigest()[:8]
-
-
-def translated(action: str, path: Path, work: Callable[[], None]) -> None:
-    """Run ``work``; its OSError becomes our error that names ``path``."""
-    try:
-        work()
-    except OSError as exc:
-        raise output_error(exc, path, action) from exc

@@ -22,6 +22,7 @@ from vaepar.media.atomic import shown
 BASE_ARGUMENTS = ("-hide_banner", "-nostdin", "-loglevel", "error", "-nostats")
 
 _PROBE_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 20.0
 _NO_SPACE = re.compile(rb"No space left on device|File too large|Disk quota exceeded", re.IGNORECASE)
 _ADDRESS = re.compile(r" @ 0x[0-9a-fA-F]+")
 _TAIL_BYTES = 4000
@@ -70,9 +71,10 @@ def _check_encodes(exe: str, stamp: tuple[int, int], arguments: tuple[str, ...],
 
 
 def count_packets(file: Path, what: str) -> int:
-    """How many video packets a finished file holds, by its own index; a cut or empty file raises OutputError.
+    """How many video packets a finished file holds, found by walking through it without decoding.
 
-    Nothing is decoded: the data is only walked through.
+    Raises OutputError when the file cannot be walked through to its end. A cut inside the very last packet can go
+    unseen with some codecs; ffmpeg's exit code, which is checked before, covers that.
     """
     arguments = (
         *BASE_ARGUMENTS, "-i", f"file:{file}", "-map", "0:v:0", "-c", "copy", "-progress", "pipe:1", "-f", "null", "-",
@@ -160,8 +162,12 @@ class EncoderProcess:
         self._stderr.close()
 
     def _failure(self) -> OutputError:
-        """ffmpeg's end as an error. Waits for it: it has closed its input, so it is about to end."""
-        code = self._process.wait()
+        """ffmpeg's end as an error. It has closed its input, so it is about to end; one that does not is killed."""
+        try:
+            code = self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self._process.wait()
         text = b""
         with suppress(OSError, ValueError):
             size = os.fstat(self._stderr.fileno()).st_size
@@ -190,5 +196,9 @@ def _describe(code: int, stderr: bytes) -> str:
     lines = [_ADDRESS.sub("", line).strip() for line in stderr.decode("utf-8", "replace").splitlines()]
     tail = " | ".join([line for line in lines if line][-_TAIL_LINES:])[-_TAIL_CHARACTERS:]
     clean = "".join(character if character.isprintable() else "?" for character in tail)
-    ended = f"ffmpeg was ended by signal {-code}" if code < 0 else f"ffmpeg ended with code {code}"
+    ended = (
+        f"ffmpeg was ended by signal {-code} ({signal.strsignal(-code)})"
+        if code < 0
+        else f"ffmpeg ended with code {code}"
+    )
     return f"{ended}: {clean}" if clean else f"{ended} without a message"

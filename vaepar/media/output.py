@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vaepar.errors import OutputError, UsageError
-from vaepar.media.atomic import shown
+from vaepar.media.atomic import output_error, shown
 from vaepar.media.formats import OutputFormat
 from vaepar.media.png import PngSequenceSink, PngSink, is_complete_file, is_complete_sequence, refuse_existing
 from vaepar.media.sink import FrameSink, Target
@@ -51,7 +51,10 @@ def open_sink(
         overwrite=overwrite,
     )
     _check_name(target)
-    refuse_existing(target)
+    try:
+        refuse_existing(target)
+    except OSError as exc:
+        raise output_error(exc, target.path, "replace") from exc
     if fmt.kind == "png":
         if frames not in (None, 1):
             raise UsageError(f"{shown(path)} is promised {frames} frames; a png holds one, a png-sequence many")
@@ -72,10 +75,16 @@ def is_complete(path: Path, fmt: OutputFormat) -> bool:
 
 def _check_name(target: Target) -> None:
     path, suffix = target.path, target.format.suffix
-    if not path.name or path.name == "..":
-        raise UsageError(f"output {shown(path)} has no name")
+    if not path.name or path.name == ".." or "\0" in str(path):
+        raise UsageError(f"output {shown(path)} has no name that a file can have")
     if path.suffix.lower() != suffix and suffix:
         raise UsageError(f"output {shown(path)} is written as {target.format.kind}; its name ends in {suffix}")
     if not path.parent.is_dir():
         found = "is not a folder" if path.parent.exists() else "does not exist"
         raise OutputError(f"cannot write {shown(path)}: folder {shown(path.parent)} {found}")
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return
+    except OSError as exc:  # a name that is too long would else be found out when all is decoded
+        raise output_error(exc, path, "write") from exc

@@ -65,20 +65,21 @@ def check_frames(frames: torch.Tensor, name: str = "frames") -> None:
 def _convert(frames: torch.Tensor, *, nonfinite_to_black: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes [t, H, W, C] on the frames' device, and the float32 sum of all values.
 
-    Frame by frame: the float32 copies stay the size of one frame, in cache, instead of that of the chunk.
+    Frame by frame through one buffer: the float32 copy stays the size of a frame, in cache, instead of a chunk's.
     """
     import torch
 
     c, t, h, w = frames.shape
     pixels = torch.empty((t, h, w, c), dtype=torch.uint8, device=frames.device)
     total = torch.zeros((), dtype=torch.float32, device=frames.device)
+    frame_chw = torch.empty((c, h, w), dtype=torch.float32, device=frames.device)
     for i in range(t):
-        frame_chw = frames[:, i].to(torch.float32)
+        frame_chw.copy_(frames[:, i])
         if nonfinite_to_black:
-            frame_chw = torch.where(torch.isfinite(frame_chw), frame_chw, -1.0)
+            frame_chw.masked_fill_(~torch.isfinite(frame_chw), -1.0)
         total += frame_chw.sum()
-        scaled_chw = (frame_chw * 0.5).add_(0.5).clamp_(0, 1).mul_(255).round_()
-        pixels[i].copy_(scaled_chw.permute(1, 2, 0))
+        frame_chw.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_()
+        pixels[i].copy_(frame_chw.permute(1, 2, 0))
     return pixels, total
 
 

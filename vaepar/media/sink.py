@@ -157,6 +157,8 @@ class TargetSink(FrameSink):
     def write_pixels(self, pixels: npt.NDArray[np.uint8]) -> None:
         self._check_open()
         try:
+            if pixels.dtype.name != "uint8":
+                raise UsageError(f"pixels of {shown(self.target.path)} are {pixels.dtype}; they are uint8")
             self._check_shape(pixels.shape)
             self._check_count(self._written + pixels.shape[0])
             try:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vaepar.media.formats import OutputFormat
 
 _MAX_DEFAULT_THREADS = 8  # x264 gains little beyond and holds one more frame per thread
+_LOOKAHEAD = 16  # frames that x264 holds back; its 20 to 60 would let a clip's length show in the memory for longer
+_LONG_LOOKAHEAD_PRESETS = ("faster", "fast", "medium", "slow", "slower", "veryslow", "placebo")
 _MUXERS = {"mp4": "mp4", "ffv1": "matroska"}
 
 
@@ -49,8 +51,10 @@ class VideoSink(TargetSink):
         return EncoderProcess(tuple(arguments), shown(target.path), metadata)
 
     def _append(self, pixels: npt.NDArray[np.uint8]) -> None:
+        import numpy as np
+
         for frame in pixels:
-            self._encoder.feed(memoryview(frame).cast("B"))
+            self._encoder.feed(np.ascontiguousarray(frame).data.cast("B"))
 
     def _commit(self) -> None:
         self._encoder.finish()
@@ -58,6 +62,8 @@ class VideoSink(TargetSink):
         count = count_packets(self._temp.absolute(), name)
         if count != self._written:
             raise OutputError(f"{name} was given {self._written} frames and holds {count}; it is not kept")
+        if self._cancelled.is_set():
+            raise OutputError(f"{name} was aborted")
         refuse_existing(self.target)
         commit_file(self._temp, self.target.path)
 
@@ -94,7 +100,7 @@ def encoder_arguments(fmt: OutputFormat) -> tuple[str, ...]:
 
     The tags are set on the frames (``setparams``): given as output options only, primaries and transfer are lost.
     """
-    threads = fmt.threads or min(_MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)))
+    threads = fmt.threads or min(_MAX_DEFAULT_THREADS, _usable_cores())
     common = ("-fps_mode", "passthrough", "-threads", str(threads), "-c:v", str(fmt.codec))
     if fmt.kind == "ffv1":
         tags = "setparams=range=pc:colorspace=gbr:color_primaries=bt709:color_trc=iec61966-2-1"
@@ -103,13 +109,21 @@ def encoder_arguments(fmt: OutputFormat) -> tuple[str, ...]:
     tags = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
     scale = "scale=in_range=pc:out_color_matrix=bt709:out_range=tv:flags=bicubic+accurate_rnd+full_chroma_int"
     graph = f"{scale},format={fmt.pix_fmt},{tags}"
-    rate = ("-crf", str(fmt.crf), "-preset", str(fmt.preset))
+    rate: tuple[str, ...] = ("-crf", str(fmt.crf), "-preset", str(fmt.preset))
+    if fmt.codec == "libx264" and fmt.preset in _LONG_LOOKAHEAD_PRESETS:
+        rate += ("-rc-lookahead", str(_LOOKAHEAD))
     if fmt.codec == "libx265":
         # x265 ignores -threads and takes every core, and writes to stderr whatever -loglevel says; Apple's players
         # know H.265 in MP4 by the tag hvc1 only.
         options = f"log-level=error:pools={threads}:frame-threads={min(threads, 4)}"
         return ("-vf", graph, *common, *rate, "-x265-params", options, "-tag:v", "hvc1")
     return ("-vf", graph, *common, *rate)
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _muxer_arguments(fmt: OutputFormat) -> tuple[str, ...]:
