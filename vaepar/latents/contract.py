@@ -173,7 +173,7 @@ class LatentFacts:
         prescale: factor for the stored numbers, applied in float32 before anything else (old ComfyUI files).
         fps: frames per second that the file names, else the family's default; None for pictures.
         original_size: (height, width) before an encoder padded the picture, if the file names it.
-        seed, prompt: as the file's metadata have them.
+        seed, prompt: as the file's metadata have them (untrusted, like the metadata).
         decisions: one printable line for each thing that was decided, and why.
     """
 
@@ -211,6 +211,8 @@ class LatentFacts:
             "num_frames": self.num_frames,
             "latent_shape": list(self.latent_shape),
             "trim_latent_frames": self.trim_latent_frames,
+            "prescale": self.prescale,
+            "original_size": None if self.original_size is None else list(self.original_size),
             "fps": None if self.fps is None else float(self.fps),
             "seed": self.seed,
             "prompt": self.prompt,
