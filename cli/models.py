@@ -6,8 +6,9 @@ import json
 from dataclasses import asdict
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from .output import console
 
 
 def command(
@@ -38,5 +39,5 @@ def _run(as_json: bool) -> int:
             ", ".join(row.dtypes),
             row.auto_rule,
         )
-    Console(markup=False, highlight=False).print(table)
+    console(data=True).print(table)
     return 0

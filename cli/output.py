@@ -13,20 +13,31 @@ from rich.table import Table
 from rich.text import Text
 
 from vaepar.jobs.report import Observer, Row, RunReport
+from vaepar.latents.text import shown
 
 _PLAIN_WIDTH = 200  # lines of a log are not cut to a terminal's width
+_LONGEST = 4000  # characters of one line
 _EVERY_SECONDS = 10.0  # farms take a silent process for a hung one
 
 
-def console() -> Console:
-    """A console on standard error, wide where it is no terminal. File names are never read as markup."""
-    width = None if sys.stderr.isatty() else max(_PLAIN_WIDTH, shutil.get_terminal_size().columns)
-    return Console(stderr=True, markup=False, highlight=False, emoji=False, width=width)
+def console(*, data: bool = False) -> Console:
+    """A console on standard error (standard output for ``data``), wide where it is no terminal.
+
+    File names are never read as markup.
+    """
+    terminal = (sys.stdout if data else sys.stderr).isatty()
+    width = None if terminal else max(_PLAIN_WIDTH, shutil.get_terminal_size().columns)
+    return Console(stderr=not data, markup=False, highlight=False, emoji=False, width=width)
+
+
+def safe(text: str) -> Text:
+    """Text for a terminal: control characters of names and metadata are written out, not obeyed."""
+    return Text(shown(text, _LONGEST))
 
 
 def complain(message: str) -> None:
     """One line on standard error."""
-    console().print(Text(f"vaepar: {message}"), soft_wrap=True)
+    console().print(safe(f"vaepar: {message}"), soft_wrap=True)
 
 
 class _LogLine(logging.Handler):
@@ -104,7 +115,7 @@ class PlainObserver:
 
     def _say(self, text: str) -> None:
         self._said = time.monotonic()
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(safe(text), soft_wrap=True)
 
 
 class RichObserver:
@@ -129,11 +140,11 @@ class RichObserver:
         self._frame_bar = self._progress.add_task("frames", total=None, extra="")
 
     def note(self, text: str) -> None:
-        self._progress.console.print(Text(text), soft_wrap=True)
+        self._progress.console.print(safe(text), soft_wrap=True)
 
     def started(self, path: str, frames: int) -> None:
         if self._frame_bar is not None:
-            self._progress.reset(self._frame_bar, total=frames, extra=path)
+            self._progress.reset(self._frame_bar, total=frames, extra=safe(path).plain)
 
     def advanced(self, frames: int) -> None:
         if self._frame_bar is not None:
@@ -179,14 +190,9 @@ def closing_table(report: RunReport) -> None:
         worked = row.status == "ok"
         size = "" if row.width is None else f"{row.width}x{row.height}"
         peaks = ", ".join(human_bytes(peak) for peak in row.peak_bytes)
-        table.add_row(
-            *(
-                Text(text)
-                for text in (row.path, row.status, size, str(row.frames or ""), row.mode or "" if worked else "")
-            ),
-            Text(f"{row.seconds:.2f}" if row.seconds is not None else ""),
-            Text(peaks if worked else ""),
-        )
+        texts = (row.path, row.status, size, str(row.frames or ""), (row.mode or "") if worked else "")
+        seconds = f"{row.seconds:.2f}" if row.seconds is not None else ""
+        table.add_row(*(safe(text) for text in (*texts, seconds, peaks if worked else "")))
     out = console()
     out.print(table)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(report.counts.items()))

@@ -12,10 +12,9 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from vaepar.errors import RankLostError, UsageError, VaeparError
+from vaepar.errors import UsageError, VaeparError
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +127,6 @@ def joined(world: World, device: str, timeout_seconds: float = 300) -> Iterator[
         UsageError: more ranks on this machine than GPUs. RankLostError: a rank did not come in time.
     """
     import torch
-    import torch.distributed as dist
 
     from vaepar.parallel.group import SoloGroup
 
@@ -137,22 +135,10 @@ def joined(world: World, device: str, timeout_seconds: float = 300) -> Iterator[
     if not world.launched:
         yield SoloGroup(where)
         return
-    from vaepar.parallel.torch_group import TorchGroup
+    from vaepar.parallel.torch_group import launched_group
 
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_seconds)
-        )
-        group = TorchGroup(device=where)
-    except RuntimeError as error:
-        words = " ".join(str(error).split())[:300]
-        raise RankLostError(
-            f"rank {world.rank}: the {world.size} ranks did not meet within {timeout_seconds:g} seconds: {words}"
-        ) from error
-    try:
+    with launched_group(where, timeout_seconds) as group:
         yield group
-    finally:
-        dist.destroy_process_group()
 
 
 def _device(world: World, device: str) -> torch.device:

@@ -8,20 +8,22 @@ from diffusers import AutoencoderKL
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
-from vaepar.autoencoders.capability import VaeCapability
+from vaepar.autoencoders.capability import AUTO_RULE, VaeCapability
 from vaepar.autoencoders.image import ImageTileMixin
 from vaepar.autoencoders.mixin import take_pretrained
 from vaepar.config import VaeParallelMode
 
 
 class DistributedAutoencoderKL(AutoencoderKL, ImageTileMixin):
-    """AutoencoderKL whose tiled decode is shared among ranks. Latents [B, C, H, W], pixels [B, 3, 8H, 8W]."""
+    """AutoencoderKL whose decode is shared among ranks. Latents [B, C, H, W], pixels [B, 3, 8H, 8W]."""
 
     capability = VaeCapability(
         family="kl",
         base_class="AutoencoderKL",
-        decode_modes=(VaeParallelMode.TILE,),
+        decode_modes=tuple(VaeParallelMode),
         encode_modes=(),
+        auto_rule=AUTO_RULE,
+        forced_rule="an error",
         latent_rank=4,
     )
 

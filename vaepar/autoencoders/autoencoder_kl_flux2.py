@@ -8,20 +8,22 @@ from diffusers import AutoencoderKLFlux2
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
-from vaepar.autoencoders.capability import VaeCapability
+from vaepar.autoencoders.capability import AUTO_RULE, VaeCapability
 from vaepar.autoencoders.image import ImageTileMixin
 from vaepar.autoencoders.mixin import take_pretrained
 from vaepar.config import VaeParallelMode
 
 
 class DistributedAutoencoderKLFlux2(AutoencoderKLFlux2, ImageTileMixin):
-    """AutoencoderKLFlux2 whose tiled decode is shared among ranks. Latents [B, 32, H, W], pixels [B, 3, 8H, 8W]."""
+    """AutoencoderKLFlux2 whose decode is shared among ranks. Latents [B, 32, H, W], pixels [B, 3, 8H, 8W]."""
 
     capability = VaeCapability(
         family="flux2",
         base_class="AutoencoderKLFlux2",
-        decode_modes=(VaeParallelMode.TILE,),
+        decode_modes=tuple(VaeParallelMode),
         encode_modes=(),
+        auto_rule=AUTO_RULE,
+        forced_rule="an error",
         latent_rank=4,
     )
 

@@ -8,14 +8,14 @@ from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
-from vaepar.autoencoders.capability import VaeCapability
+from vaepar.autoencoders.capability import AUTO_RULE, VaeCapability
 from vaepar.autoencoders.causal import CausalTileMixin
 from vaepar.autoencoders.mixin import take_pretrained
 from vaepar.config import VaeParallelMode
 
 
 class DistributedAutoencoderKLQwenImage(AutoencoderKLQwenImage, CausalTileMixin):
-    """AutoencoderKLQwenImage whose tiled decode is shared among ranks.
+    """AutoencoderKLQwenImage whose decode is shared among ranks.
 
     Latents [B, 16, T, H, W]; pixels [B, C, t, 8H, 8W], with C = ``input_channels`` of the config. As in diffusers, the
     direct path clamps to [-1, 1] and the tiled path does not.
@@ -24,8 +24,10 @@ class DistributedAutoencoderKLQwenImage(AutoencoderKLQwenImage, CausalTileMixin)
     capability = VaeCapability(
         family="qwenimage",
         base_class="AutoencoderKLQwenImage",
-        decode_modes=(VaeParallelMode.TILE,),
+        decode_modes=tuple(VaeParallelMode),
         encode_modes=(),
+        auto_rule=AUTO_RULE,
+        forced_rule="an error",
         latent_rank=5,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -10,14 +11,17 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
-from vaepar.autoencoders.capability import VaeCapability
+from vaepar.autoencoders.capability import AUTO_RULE, VaeCapability
 from vaepar.autoencoders.causal import CausalTileMixin
 from vaepar.autoencoders.mixin import take_pretrained
+from vaepar.autoencoders.selection import Selection
 from vaepar.config import VaeParallelMode
+
+logger = logging.getLogger(__name__)
 
 
 class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
-    """AutoencoderKLWan whose tiled decode is shared among ranks.
+    """AutoencoderKLWan whose decode is shared among ranks.
 
     Latents [B, C, T, H, W]; pixels [B, 3, 1 + 4(T-1), ratio*H, ratio*W] in [-1, 1].
     """
@@ -25,8 +29,10 @@ class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
     capability = VaeCapability(
         family="wan",
         base_class="AutoencoderKLWan",
-        decode_modes=(VaeParallelMode.TILE,),
+        decode_modes=tuple(VaeParallelMode),
         encode_modes=(),
+        auto_rule=AUTO_RULE,
+        forced_rule="a warning, and tile",
         latent_rank=5,
     )
     first_frame_arguments = {"first_chunk": True}  # noqa: RUF012  # read only
@@ -35,6 +41,11 @@ class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
         """As diffusers' ``from_pretrained``; the model joins the default group of ranks."""
         return take_pretrained(super().from_pretrained, *args, **kwargs)
+
+    def on_refused(self, selection: Selection) -> None:
+        """A forced shard that cannot be had falls back to tile, with a warning on the first rank."""
+        if self.distributed_executor.is_owner:
+            logger.warning("%s; using tile", selection.refused)
 
     @property
     def patch_size(self) -> int:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from vaepar.config import VaeParallelMode
 from vaepar.errors import UnsupportedModeError
 
+AUTO_RULE = (
+    "the longer axis that covers every rank, width on ties; tile where none does, or when it fits one tile: direct"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class VaeCapability:

@@ -9,15 +9,16 @@ from contextlib import closing, contextmanager
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed
 from diffusers.models.autoencoders.vae import DecoderOutput
-from torch import Tensor
+from torch import Tensor, nn
 
 from vaepar.autoencoders.capability import VaeCapability
+from vaepar.autoencoders.selection import DIRECT, Selection, select
+from vaepar.autoencoders.spatial import shard_decode_chunks
 from vaepar.autoencoders.tiling import BlendMerge, TilePlan
 from vaepar.config import VaeParallelConfig, VaeParallelMode
-from vaepar.errors import ModelError, UsageError
-from vaepar.parallel.agreement import agreed
+from vaepar.errors import ModelError, UnsupportedModeError, UsageError
+from vaepar.parallel.agreement import agree_on, agreed
 from vaepar.parallel.executor import (
     DistributedOperator,
     DistributedVaeExecutor,
@@ -26,8 +27,8 @@ from vaepar.parallel.executor import (
     TileMerge,
     TileTask,
 )
-from vaepar.parallel.group import RankGroup, SoloGroup
-from vaepar.parallel.torch_group import TorchGroup
+from vaepar.parallel.group import RankGroup
+from vaepar.parallel.torch_group import default_group
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ class DistributedVaeMixin:
     """
 
     capability: ClassVar[VaeCapability]
+
+    #: Latent frames of one step of a spatial shard after the first: more of them need more memory and fewer rounds.
+    frames_per_step: int = 4
 
     #: Whether ranks other than the owner get the result of ``decode`` too (``decode_chunks`` never sends it).
     broadcast_result: bool = True
@@ -57,9 +61,7 @@ class DistributedVaeMixin:
                 device, or this process alone where that is not initialised.
         """
         if group is None:
-            device = next(iter(self.parameters())).device  # type: ignore[attr-defined]
-            many = torch.distributed.is_available() and torch.distributed.is_initialized()
-            group = TorchGroup(device=device) if many else SoloGroup(device)
+            group = default_group(next(iter(self.parameters())).device)  # type: ignore[attr-defined]
         self._executor = DistributedVaeExecutor(group)
         self._mode = VaeParallelMode.TILE
 
@@ -157,15 +159,16 @@ class DistributedVaeMixin:
             open_merge=open_merge,
         )
 
-    def effective_mode(self, z: Tensor) -> tuple[str, str]:
-        """The mode that a latent's decode will really use, and why: for reports. Deterministic, no side effects."""
+    def select_mode(self, z: Tensor) -> Selection:
+        """The strategy that a latent's decode will use, and why. Depends on the request alone, changes nothing."""
         if not self.needs_tiling(z):
-            return "direct", "the latent fits one tile"
-        rows, columns = self.tile_plan(z).grid
-        return (
-            VaeParallelMode.TILE.value,
-            f"{rows}x{columns} tiles over {self.distributed_executor.parallel_size} rank(s)",
-        )
+            return Selection(mode=DIRECT, reason="the latent fits one tile")
+        executor = self.distributed_executor
+        return select(self._mode, z.shape[-2], z.shape[-1], executor.parallel_size, executor.group.size)
+
+    def on_refused(self, selection: Selection) -> None:
+        """What a forced mode leads to that this request cannot have. Raising refuses; returning falls back to tile."""
+        raise UnsupportedModeError(f"{selection.refused}; {self.capability.base_class} also has tile and auto")
 
     @torch.no_grad()
     def decode_chunks(self, z: Tensor) -> Generator[Tensor | None]:
@@ -173,21 +176,34 @@ class DistributedVaeMixin:
 
         The chunks are [B, C, t, H, W] for video families ([B, C, H, W] for image families, one chunk), range
         [-1, 1]; concatenated in time they are what ``decode`` gives, bit for bit. All ranks of the group call it with
-        the same latent and consume it to the end, or close it inside an ``agreed`` block.
+        the same latent and consume it to the end, or close it inside an ``agreed`` block. Unlike ``decode``, a
+        spatial mode is also honoured on a single rank: it gives the untiled picture.
         """
-        if self.needs_tiling(z):
-            yield from self.distributed_executor.stream(z, self.tile_operator())
-            return
+        selection = self.select_mode(z)
+        if selection.refused is not None:
+            self.on_refused(selection)
         executor = self.distributed_executor
-        with agreed(executor.group, "decode"):
-            if executor.is_owner:
-                yield from self.decode_direct(z)
+        if selection.axis is not None:
+            with agreed(executor.group, selection.mode):
+                agree_on(executor.group, "latents", f"{tuple(z.shape)} {z.dtype}")
+                yield from shard_decode_chunks(
+                    self._as_module(), z, executor.group, selection.axis, frames_per_step=self.frames_per_step
+                )
+        elif selection.mode == DIRECT:
+            with agreed(executor.group, "decode"):
+                if executor.is_owner:
+                    yield from self.decode_direct(z)
+        else:
+            yield from executor.stream(z, self.tile_operator())
 
     def tiled_decode_distributed(self, z: Tensor, return_dict: bool) -> DecoderOutput | tuple[Tensor]:
         """The body of a family's ``tiled_decode`` when :meth:`is_distributed_enabled`."""
         with torch.no_grad():
-            result = self.distributed_executor.execute(z, self.tile_operator(), self.broadcast_result)
+            result = self.distributed_executor.collect(z, lambda: self.decode_chunks(z), self.broadcast_result)
         return DecoderOutput(sample=result) if return_dict else (result,)
+
+    def _as_module(self) -> nn.Module:
+        return self  # type: ignore[return-value]  # every family is a module too
 
 
 @contextmanager

@@ -174,7 +174,8 @@ class _DecodeRun:
             raise UsageError(f"{shown(task.path)} has no output name")
         outputs, fmt = outputs_of(facts, task.out_base, self.request)
         self.observer.started(str(task.path), facts.num_frames * len(outputs))
-        task.row.mode, task.row.mode_reason = self.vae.effective_mode(latent[:1])
+        selection = self.vae.select_mode(latent[:1])
+        task.row.mode, task.row.mode_reason = selection.mode, selection.reason
         task.row.outputs = [str(path) for path in outputs]
         for item, path in enumerate(outputs):
             sink = self._open(path, fmt, facts, task) if self.is_owner else None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vaepar.errors import InputError, UsageError
 from vaepar.latents.text import shown
 
 SUFFIXES = (".safetensors", ".latent")
@@ -21,11 +22,13 @@ class Source:
         path: the file, as it was named.
         out_base: path of the output without its suffix; None when there is a ``problem``.
         problem: one line that says why the file cannot be worked on.
+        exit_code: of that problem: 4 for an input that is not there, 2 for names that clash.
     """
 
     path: Path
     out_base: Path | None = None
     problem: str | None = None
+    exit_code: int = InputError.exit_code
 
 
 def find_sources(inputs: Sequence[str], out: Path, name: str = "{stem}", recursive: bool = False) -> tuple[Source, ...]:
@@ -98,6 +101,7 @@ def _apart(sources: Iterable[Source]) -> Iterable[Source]:
             continue
         yield Source(
             path=source.path,
+            exit_code=UsageError.exit_code,
             problem=f"{shown(source.path)}: would get the same output {shown(source.out_base)} as "
             f"{shown(rivals[0].path)}; give another --name, such as '{{parent}}_{{stem}}'",
         )

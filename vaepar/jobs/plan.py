@@ -74,7 +74,7 @@ def _plan_one(source: Source, request: DecodeRequest, vae: VaeFacts) -> Task:
     row = Row(path=str(source.path))
     task = Task(path=source.path, out_base=source.out_base, row=row)
     if source.problem is not None or source.out_base is None:
-        fail(row, source.problem or "", 2 if source.path.exists() else 4)
+        fail(row, source.problem or "", source.exit_code)
         return task
     try:
         task.facts = resolve(read_header(source.path), vae, request.latent)

@@ -148,11 +148,21 @@ class DistributedVaeExecutor:
         Raises:
             The same error on all ranks when one of them failed, see :func:`agreed`.
         """
-        with agreed(self.group, "tiles"):
-            chunks = [chunk for chunk in self.stream(z, operator) if chunk is not None]
+        return self.collect(z, lambda: self.stream(z, operator), broadcast_result, operator.step_dim)
+
+    def collect(
+        self,
+        z: Tensor,
+        stream: Callable[[], Iterator[Tensor | None]],
+        broadcast_result: bool = True,
+        step_dim: int = 2,
+    ) -> Tensor:
+        """All chunks of a stream as one tensor: on every rank, or on the owner alone (empty elsewhere)."""
+        with agreed(self.group, "request"):
+            chunks = [chunk for chunk in stream() if chunk is not None]
             result = None
             if self.is_owner:
-                result = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=operator.step_dim)
+                result = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=step_dim)
             del chunks
             if broadcast_result and self.group.size > 1:
                 result = self._broadcast(result)

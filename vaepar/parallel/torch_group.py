@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore as _PrefixStore
 
 from vaepar.errors import PeerFailedError, RankLostError, UsageError
-from vaepar.parallel.group import Message, Pending, RankGroup, ReduceOp, WaitAll
+from vaepar.parallel.group import Message, Pending, RankGroup, ReduceOp, SoloGroup, WaitAll
 
 # A rank may compute for hours between two meetings; a dead peer is noticed by its closed socket, not by this limit.
 _PATIENCE = timedelta(days=2)
@@ -241,6 +241,32 @@ class TorchGroup(RankGroup):
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         with self.translated():
             self._data.broadcast(tensor, src)
+
+
+def default_group(device: torch.device) -> RankGroup:
+    """All ranks of an initialised world; this process alone where there is none."""
+    if dist.is_available() and dist.is_initialized():
+        return TorchGroup(device=device)
+    return SoloGroup(device)
+
+
+@contextmanager
+def launched_group(device: torch.device, timeout_seconds: float) -> Iterator[TorchGroup]:
+    """Meet the ranks that a launcher started, by its environment variables, while the block runs.
+
+    Raises:
+        RankLostError: when not all ranks came within ``timeout_seconds``.
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        group = TorchGroup(device=device)
+    except RuntimeError as error:
+        raise RankLostError(f"the ranks did not meet within {timeout_seconds:g} seconds: {_line(error)}") from error
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group()
 
 
 def _line(error: BaseException) -> str:

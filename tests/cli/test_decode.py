@@ -1,0 +1,386 @@
+"""Whole runs of ``vaepar decode`` on real files, compared with what diffusers makes of the same latents."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import imageio_ffmpeg
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.cli.conftest import Decode, run_command, save_latent, wan_latent
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def bytes_of(pixels: Tensor) -> Pixels:
+    """[C, t, H, W] in [-1, 1] as diffusers' post-processing would round it: [t, H, W, C]."""
+    return ((pixels * 0.5 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 3, 0).numpy()
+
+
+def video_size(path: Path) -> tuple[int, int, int]:
+    """(frames, height, width) of a video file, counted by reading it."""
+    reader = imageio_ffmpeg.read_frames(str(path), pix_fmt="rgb24")
+    meta = next(reader)
+    count = sum(1 for _ in reader)
+    width, height = meta["source_size"]
+    return count, height, width
+
+
+def denormalised(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """As the Wan pipelines do before they decode."""
+    mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
+    std = 1.0 / torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
+    return latents / std + mean
+
+
+def sequence(folder: Path) -> Pixels:
+    frames = sorted(folder.glob("*.png"))
+    return np.stack([np.asarray(Image.open(frame)) for frame in frames])
+
+
+def test_a_video_equals_what_diffusers_decodes(tmp_path: Path, decode: Decode, model_folders: dict[str, Path]) -> None:
+    latents = wan_latent(frames=3, height=9, width=12)
+    file = save_latent(tmp_path / "clip.safetensors", latents)
+    outcome = decode([file], "wan", "--state", "norm", "--format", "png-sequence", "--tile-size", "64")
+    assert outcome.code == 0, outcome.err
+    vae = AutoencoderKLWan.from_pretrained(model_folders["wan"])
+    vae.enable_tiling(64, 64, 48, 48)
+    with torch.no_grad():
+        want = bytes_of(vae.decode(denormalised(vae, latents)).sample[0])
+    assert np.array_equal(sequence(tmp_path / "out" / "clip"), want)
+    assert outcome.row("clip.safetensors")["mode"] == "tile"
+    assert outcome.row("clip.safetensors")["frames"] == 9
+
+
+def test_mp4_has_the_frames_the_size_and_the_rate(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "clip.safetensors", wan_latent(frames=3, height=5, width=7))
+    outcome = decode([file], "wan", "--state", "norm")
+    assert outcome.code == 0, outcome.err
+    assert video_size(tmp_path / "out" / "clip.mp4") == (9, 40, 56)
+    row = outcome.row("clip.safetensors")
+    assert (row["frames"], row["height"], row["width"], row["fps"]) == (9, 40, 56, 16.0)
+    assert row["peak_bytes"][0] > 1e6
+    assert "state norm: asked for" in row["notes"]
+    assert "clip.safetensors" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("model", "cls", "shape"),
+    [
+        ("kl", AutoencoderKL, (1, 4, 8, 6)),
+        ("flux2", AutoencoderKLFlux2, (1, 32, 6, 8)),
+        ("qwenimage", AutoencoderKLQwenImage, (1, 16, 1, 6, 5)),
+        ("wan22", AutoencoderKLWan, (1, 48, 1, 5, 6)),
+    ],
+)
+def test_a_picture_of_every_family(
+    model: str, cls: type, shape: tuple[int, ...], tmp_path: Path, decode: Decode, model_folders: dict[str, Path]
+) -> None:
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    outcome = decode([save_latent(tmp_path / "picture.safetensors", latents)], model, "--state", "raw")
+    assert outcome.code == 0, outcome.err
+    vae = cls.from_pretrained(model_folders[model])
+    with torch.no_grad():
+        pixels = vae.decode(latents).sample[0]
+    want = bytes_of(pixels if pixels.dim() == 4 else pixels[:, None])[0]
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "out" / "picture.png")), want)
+
+
+def test_three_producers_of_one_latent_give_equal_frames(
+    tmp_path: Path, decode: Decode, model_folders: dict[str, Path]
+) -> None:
+    latents = wan_latent(frames=2)
+    vae = AutoencoderKLWan.from_pretrained(model_folders["wan"])
+    plain = save_latent(tmp_path / "plain.safetensors", latents)
+    musubi = save_latent(tmp_path / "musubi_latent.safetensors", latents[0], "latent", {"height": "48", "width": "64"})
+    comfy = tmp_path / "comfy.latent"
+    save_file(
+        {"latent_tensor": denormalised(vae, latents).contiguous(), "latent_format_version_0": torch.tensor([])}, comfy
+    )
+    assert decode([plain], "wan", "--state", "norm", "--format", "png-sequence").code == 0
+    assert decode([musubi, comfy], "wan", "--format", "png-sequence").code == 0
+    want = sequence(tmp_path / "out" / "plain")
+    assert np.array_equal(sequence(tmp_path / "out" / "musubi_latent"), want)
+    assert np.array_equal(sequence(tmp_path / "out" / "comfy"), want)
+
+
+def test_what_a_plain_file_cannot_tell_is_asked_for(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "clip.safetensors", wan_latent())
+    outcome = decode([file], "wan")
+    assert outcome.code == 4
+    assert "--state" in outcome.err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_batch_gives_one_output_an_item(tmp_path: Path, decode: Decode) -> None:
+    latents = torch.randn((3, 4, 6, 5), generator=torch.Generator().manual_seed(0))
+    together = save_latent(tmp_path / "batch.safetensors", latents)
+    alone = save_latent(tmp_path / "second.safetensors", latents[1:2])
+    outcome = decode([together, alone], "kl", "--state", "norm")
+    assert outcome.code == 0, outcome.err
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["batch_0000.png", "batch_0001.png", "batch_0002.png", "second.png"]
+    # One value of 255: a convolution may add in another order for another place in memory.
+    pictures = [
+        np.asarray(Image.open(tmp_path / "out" / name)).astype(int) for name in ("batch_0001.png", "second.png")
+    ]
+    assert np.abs(pictures[0] - pictures[1]).max() <= 1
+
+
+def test_whole_outputs_are_skipped_unless_overwritten(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "a.safetensors", torch.zeros(1, 4, 4, 4))
+    output = tmp_path / "out" / "a.png"
+    assert decode([file], "kl", "--state", "raw").code == 0
+    first = output.stat().st_mtime_ns
+    again = decode([file], "kl", "--state", "raw")
+    assert (again.code, again.row("a.safetensors")["status"], output.stat().st_mtime_ns) == (0, "skipped", first)
+    assert "is there already" in again.err
+    replaced = decode([file], "kl", "--state", "raw", "--overwrite")
+    assert (replaced.code, replaced.row("a.safetensors")["status"]) == (0, "ok")
+    assert output.stat().st_mtime_ns > first
+    output.write_bytes(b"")  # an empty file is not whole
+    assert decode([file], "kl", "--state", "raw").row("a.safetensors")["status"] == "ok"
+
+
+def test_one_bad_file_does_not_stop_the_others(tmp_path: Path, decode: Decode) -> None:
+    good = save_latent(tmp_path / "good one ü.safetensors", torch.zeros(1, 4, 4, 4))
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(good.read_bytes()[:-7])
+    picture = tmp_path / "picture.safetensors"
+    Image.new("RGB", (8, 8)).save(picture, format="PNG")
+    wide = save_latent(tmp_path / "wide.safetensors", torch.zeros(1, 5, 4, 4))
+    whole = save_latent(tmp_path / "whole.safetensors", torch.zeros(1, 4, 4, 4, dtype=torch.int32))
+    missing = tmp_path / "missing.safetensors"
+    outcome = decode([cut, picture, wide, whole, missing, good], "kl", "--state", "raw")
+    assert outcome.code == 3
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["good one ü.png"]
+    failures = [line for line in outcome.err.splitlines() if "failed: " in line]
+    assert len(failures) == 5
+    for name in ("cut", "picture", "wide", "whole", "missing"):
+        row = outcome.row(f"{name}.safetensors")
+        assert row["status"] == "failed"
+        assert row["exit_code"] == 4
+        assert f"{name}.safetensors" in row["error"]
+    assert "Traceback" not in outcome.err
+
+
+def test_nan_in_a_latent_warns_with_counts_and_writes_nothing(tmp_path: Path, decode: Decode) -> None:
+    latents = wan_latent(frames=1)
+    latents[0, 3, 0, 2, 2] = float("nan")
+    latents[0, 4, 0, 2, 2] = float("inf")
+    file = save_latent(tmp_path / "broken.safetensors", latents)
+    outcome = decode([file], "wan", "--state", "norm")
+    assert outcome.code == 3
+    assert "1 NaN and 1 infinite" in outcome.err
+    assert "NaN or infinite" in outcome.row("broken.safetensors")["error"]
+    assert not list((tmp_path / "out").iterdir())
+    allowed = decode([file], "wan", "--state", "norm", "--allow-nonfinite")
+    assert allowed.code == 0
+    assert (tmp_path / "out" / "broken.png").is_file()
+
+
+def test_two_inputs_with_one_output_name(tmp_path: Path, decode: Decode) -> None:
+    first = save_latent(tmp_path / "a" / "x.safetensors", torch.zeros(1, 4, 4, 4))
+    second = save_latent(tmp_path / "b" / "x.safetensors", torch.ones(1, 4, 4, 4))
+    third = save_latent(tmp_path / "b" / "y.safetensors", torch.ones(1, 4, 4, 4))
+    outcome = decode([first, second, third], "kl", "--state", "raw")
+    assert outcome.code == 3
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["y.png"]
+    assert "would get the same output" in outcome.err
+    named = decode([first, second], "kl", "--state", "raw", "--name", "{parent}_{stem}")
+    assert named.code == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"a_x.png", "b_x.png", "y.png"}
+
+
+def test_folders_patterns_and_trees(tmp_path: Path, decode: Decode) -> None:
+    for name in ("in/a", "in/b", "in/deep/c"):
+        save_latent(tmp_path / f"{name}.safetensors", torch.zeros(1, 4, 4, 4))
+    (tmp_path / "in" / "notes.txt").write_text("not a latent")
+    assert [Path(r["path"]).name for r in decode([tmp_path / "in"], "kl", "--state", "raw").report["files"]] == [
+        "a.safetensors",
+        "b.safetensors",
+    ]
+    assert decode([tmp_path / "in"], "kl", "--state", "raw", "--recursive").code == 0
+    assert (tmp_path / "out" / "deep" / "c.png").is_file()
+    pattern = decode([f"{tmp_path}/in/[b]*.safetensors"], "kl", "--state", "raw")
+    assert [Path(r["path"]).name for r in pattern.report["files"]] == ["b.safetensors"]
+    nothing = decode([f"{tmp_path}/in/z*", tmp_path / "out"], "kl", "--state", "raw")
+    assert nothing.code == 4
+    assert "no file matches" in nothing.err
+    assert "holds no file ending in" in nothing.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--mode", "diagonal"), "the modes are tile, auto"),
+        (("--tile-size", "48", "--tile-stride", "64"), "beyond"),
+        (("--tile-size", "60"), "multiples of 8 pixels"),
+        (("--tile-size", "-8"), "1 or more"),
+        (("--tile-stride", "32"), "go together"),
+        (("--dtype", "int8"), "one of auto, float32"),
+        (("--device", "abacus"), "one of auto, cpu, cuda"),
+        (("--fps", "0"), "above 0"),
+        (("--fps", "-1"), "above 0"),
+        (("--crf", "99"), "from 0 to 51"),
+        (("--codec", "theora"), "takes libx264"),
+        (("--format", "gif"), "one of auto, png"),
+        (("--format", "png", "--crf", "18"), "png has none"),
+        (("--state", "cooked"), "one of raw, norm"),
+        (("--layout", "sideways"), "one of"),
+        (("--size", "64"), "WxH"),
+        (("--name", "fixed"), "fields"),
+        (("--name", "../{stem}"), "no folder"),
+        (("--ranks", "0"), "1 or more"),
+        (("--verbose", "--quiet"), "both"),
+        (("--no-such-flag",), "No such option"),
+    ],
+)
+def test_usage_errors_end_before_any_work(flags: tuple[str, ...], words: str, tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "a.safetensors", wan_latent())
+    outcome = decode([file], "wan", *flags)
+    assert outcome.code == 2, outcome.err
+    assert words in " ".join(outcome.err.replace("│", " ").split())
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+    assert "Traceback" not in outcome.err
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "a.safetensors", wan_latent())
+    (tmp_path / "out").write_text("in the way")
+    outcome = decode([file], "wan", "--state", "raw")
+    assert outcome.code == 2
+    assert "output folder" in outcome.err
+
+
+def test_models_that_cannot_be_used(tmp_path: Path, decode: Decode, model_folders: dict[str, Path]) -> None:
+    file = save_latent(tmp_path / "a.safetensors", wan_latent())
+
+    def folder(name: str, change: dict[str, object], keep_weights: bool = True) -> str:
+        target = tmp_path / name
+        target.mkdir()
+        config = json.loads((model_folders["wan"] / "config.json").read_text()) | change
+        (target / "config.json").write_text(json.dumps(config))
+        if keep_weights:
+            (target / "diffusion_pytorch_model.safetensors").symlink_to(
+                model_folders["wan"] / "diffusion_pytorch_model.safetensors"
+            )
+        return str(target)
+
+    pickled = folder("pickled", {}, keep_weights=False)
+    (Path(pickled) / "diffusion_pytorch_model.bin").write_bytes(b"\x80\x04")
+    for model, words in (
+        (str(tmp_path / "nowhere"), "no such folder"),
+        (str(tmp_path), "neither config.json nor model_index.json"),
+        (str(file), "is a file"),
+        (folder("class", {"_class_name": "AutoencoderTiny"}), "the classes are AutoencoderKL"),
+        (folder("none", {"_class_name": None}), "names no class"),
+        (folder("bare", {}, keep_weights=False), "no weights"),
+        (pickled, "pickle never"),
+        (folder("other", {"num_res_blocks": 3}), "missing keys"),
+        (folder("width", {"base_dim": 8}), "model"),
+        ("someone/who-is-not-cached", "not in the local cache"),
+    ):
+        outcome = decode([file], model, "--state", "raw")
+        assert outcome.code == 5, (model, outcome.err)
+        assert words in outcome.err, (model, outcome.err)
+        assert "Traceback" not in outcome.err
+        assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_a_pipeline_folder_is_a_model(tmp_path: Path, decode: Decode, model_folders: dict[str, Path]) -> None:
+    file = save_latent(tmp_path / "a.safetensors", torch.zeros(1, 4, 4, 4))
+    pipeline = tmp_path / "pipeline"
+    pipeline.mkdir()
+    (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "P", "vae": ["diffusers", "AutoencoderKL"]}))
+    (pipeline / "vae").symlink_to(model_folders["kl"])
+    assert decode([file], str(pipeline), "--state", "raw").code == 0
+
+
+def test_half_on_a_cpu_and_upcast_are_said(tmp_path: Path, decode: Decode) -> None:
+    video = save_latent(tmp_path / "a.safetensors", wan_latent(frames=1))
+    outcome = decode([video], "wan", "--state", "raw", "--dtype", "float16")
+    assert outcome.code == 0
+    assert "float16 on a CPU: using float32" in outcome.err
+    picture = save_latent(tmp_path / "b.safetensors", torch.zeros(1, 4, 4, 4))
+    outcome = decode([picture], "kl", "--state", "raw", "--dtype", "float16")
+    assert "force_upcast" in outcome.err
+    assert outcome.report["dtype"] == "float32"
+
+
+def test_tiles_of_one_file_do_not_leak_into_the_next_run(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "clip.safetensors", wan_latent(frames=1, height=9, width=12))
+    assert decode([file], "wan", "--state", "raw").row(file.name)["mode"] == "direct"
+    assert decode([file], "wan", "--state", "raw", "--overwrite", "--tile-size", "64").row(file.name)["mode"] == "tile"
+    assert decode([file], "wan", "--state", "raw", "--overwrite").row(file.name)["mode"] == "direct"
+
+
+def test_quiet_says_nothing_and_verbose_more(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "a.safetensors", torch.zeros(1, 4, 4, 4))
+    assert decode([file], "kl", "--state", "raw", "-q").err == ""
+    assert "ok: " in decode([file], "kl", "--state", "raw", "-v", "--overwrite").err
+
+
+def test_names_with_markup_and_escapes_are_shown_as_they_are(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "[red]x[16,64]\x1b[31m.safetensors", torch.zeros(1, 4, 4, 4))
+    outcome = decode([file], "kl", "--state", "raw")
+    assert outcome.code == 0
+    assert "[red]x[16,64]" in outcome.err
+    assert "\x1b" not in outcome.err
+
+
+@pytest.mark.processes
+def test_two_ranks_by_our_launcher_and_by_torchrun_give_the_bytes_of_one(
+    tmp_path: Path, decode: Decode, model_folders: dict[str, Path]
+) -> None:
+    file = save_latent(tmp_path / "clip.safetensors", wan_latent(frames=3, height=9, width=12))
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"\x00" * 20)
+    flags = ["--model", str(model_folders["wan"]), "--state", "norm", "--tile-size", "64", "--report", "r.json"]
+    arguments = ["decode", str(file), str(bad), *flags]
+    assert decode([file, bad], "wan", "--state", "norm", "--tile-size", "64").code == 3
+    one = (tmp_path / "out" / "clip.mp4").read_bytes()
+    own = run_command(["vaepar", *arguments, "--ranks", "2", "--out", "own"], tmp_path)
+    assert own.returncode == 3, own.stderr
+    assert len(json.loads((tmp_path / "r.json").read_text())["files"][0]["peak_bytes"]) == 2
+    assert own.stderr.count("failed: ") == 1
+    assert "Traceback" not in own.stderr
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vaepar"]
+    torchrun = run_command([*launcher, *arguments, "--out", "theirs"], tmp_path)
+    assert torchrun.returncode == 1, torchrun.stderr  # torchrun's own code for any failure
+    assert (tmp_path / "own" / "clip.mp4").read_bytes() == one
+    assert (tmp_path / "theirs" / "clip.mp4").read_bytes() == one
+
+
+@pytest.mark.processes
+def test_a_usage_error_under_a_launcher_is_said_once(tmp_path: Path) -> None:
+    arguments = ["decode", "x.safetensors", "--model", "demo", "--tile-size", "8", "--tile-stride", "16"]
+    own = run_command(["vaepar", *arguments, "--ranks", "2"], tmp_path)
+    assert own.returncode == 2
+    assert own.stderr.count("beyond") == 1
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vaepar"]
+    assert run_command([*launcher, *arguments], tmp_path).stderr.count("pixels is beyond") == 1
+
+
+def test_ranks_beyond_the_memory_are_refused(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "a.safetensors", wan_latent())
+    outcome = decode([file], "wan", "--state", "raw", "--ranks", "100000")
+    assert outcome.code == 2
+    assert "GiB" in outcome.err
+
+
+def test_files_are_left_with_the_permissions_of_the_user(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "a.safetensors", torch.zeros(1, 4, 4, 4))
+    assert decode([file], "kl", "--state", "raw").code == 0
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / "out" / "a.png").stat().st_mode & 0o777 == 0o666 & ~umask
