@@ -65,21 +65,19 @@ class VideoSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeRequest:
-    """One run of ``vaepar decode``.
+class BatchRequest:
+    """What every run over many files is asked.
 
     Args:
         inputs: files, folders and patterns, as given.
         model: pipeline folder, VAE folder, hub id, or ``demo``.
         out: folder of the outputs; made when missing.
         mode: parallel mode.
-        latent: what the user said about the files.
-        video: how outputs are written.
         tile_size, tile_stride: pixels; None for the VAE's own. A size without a stride gets three quarters of it.
         dtype: one of :data:`DTYPES`.
         device: one of ``vaepar.launch.DEVICES``.
         name: template of the outputs' names without suffix, from the fields stem, parent and index.
-        recursive: look for latents in sub-folders too, and keep the tree.
+        recursive: look for inputs in sub-folders too, and keep the tree.
         overwrite: replace outputs that exist; they are skipped otherwise.
         variant: weight variant of the model folder (``fp16``).
         allow_download: fetch a model from the hub when it is not in the local cache.
@@ -90,8 +88,6 @@ class DecodeRequest:
     model: str
     out: Path
     mode: VaeParallelMode = VaeParallelMode.TILE
-    latent: LatentRequest = field(default_factory=LatentRequest)
-    video: VideoSettings = field(default_factory=VideoSettings)
     tile_size: int | None = None
     tile_stride: int | None = None
     dtype: str = "auto"
@@ -105,11 +101,18 @@ class DecodeRequest:
 
     def __post_init__(self) -> None:
         if not self.inputs:
-            raise UsageError("no input was given; give latent files, folders or patterns")
+            raise UsageError("no input was given; give files, folders or patterns")
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype is '{self.dtype}'; it is one of {', '.join(DTYPES)}")
         self._check_tiles()
         _check_template(self.name)
+
+    def tiles(self, ratio: int) -> tuple[int, int] | None:
+        """Tile size and stride in pixels for a VAE of so many pixels a latent; None for the VAE's own."""
+        if self.tile_size is None:
+            return None
+        stride = self.tile_stride or max(ratio, self.tile_size * 3 // 4 // ratio * ratio)
+        return self.tile_size, stride
 
     def _check_tiles(self) -> None:
         for flag, value in (("--tile-size", self.tile_size), ("--tile-stride", self.tile_stride)):
@@ -122,6 +125,19 @@ class DecodeRequest:
                 f"--tile-stride {self.tile_stride} pixels is beyond --tile-size {self.tile_size} pixels: parts of the "
                 f"picture would be left out; it is at most the tile size"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeRequest(BatchRequest):
+    """One run of ``vaepar decode``.
+
+    Args:
+        latent: what the user said about the files.
+        video: how outputs are written.
+    """
+
+    latent: LatentRequest = field(default_factory=LatentRequest)
+    video: VideoSettings = field(default_factory=VideoSettings)
 
 
 def _check_template(template: str) -> None:

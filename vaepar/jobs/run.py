@@ -1,0 +1,222 @@
+"""A run over many files, whatever is done with each: plan, load once, file after file, report.
+
+Every rank runs the same code over the same files. Rank 0 plans, speaks and writes; what one rank cannot do, all ranks
+record as that file's failure and go on with the next.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from vaepar.autoencoders import VaeCapability, adapter_for
+from vaepar.autoencoders.mixin import check_pixels
+from vaepar.errors import DiskFullError, InterruptedRunError, RankLostError, UsageError, VaeparError
+from vaepar.jobs.memory import peak_bytes, reset_peak
+from vaepar.jobs.models import ModelSource, load_model, locate_model, settle_dtype
+from vaepar.jobs.plan import Task, fail, tasks_from_text, tasks_to_text
+from vaepar.jobs.report import Observer, Row, RunReport, write_report
+from vaepar.jobs.request import BatchRequest
+from vaepar.jobs.stop import Stop
+from vaepar.latents import VaeFacts
+from vaepar.latents.text import shown
+from vaepar.parallel.agreement import agreed
+from vaepar.parallel.group import RankGroup
+
+
+class Closing(Protocol):
+    """An output under way: close makes it whole, abort leaves nothing of it."""
+
+    def close(self) -> Any: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass
+class Outputs:
+    """The outputs of one file that were handed to their writers and are not yet known to be whole (owner only)."""
+
+    row: Row
+    seconds: float = 0.0
+    under_way: list[Closing] = field(default_factory=list)
+
+    def close_all_but_last(self) -> None:
+        """Wait for the outputs that were being written while a later one was made."""
+        for earlier in self.under_way[:-1]:
+            earlier.close()
+        del self.under_way[:-1]
+
+    def abort(self) -> None:
+        for output in self.under_way:
+            output.abort()
+
+
+class BatchRun(ABC):
+    """One run of one operation; subclasses say what a file is planned as and what is done with it."""
+
+    operation: str
+
+    def __init__(self, request: BatchRequest, group: RankGroup, observer: Observer) -> None:
+        self.request, self.group, self.observer = request, group, observer
+        self.is_owner = group.rank == 0
+        self.stop = Stop()
+        self.source: ModelSource
+        self.vae: Any = None
+        self.full = False  # a disk without space: the next file would fail alike, after as much work
+        self.report = RunReport(
+            operation=self.operation, model=request.model, ranks=group.size, device=group.device.type
+        )
+
+    @abstractmethod
+    def check_support(self, capability: VaeCapability) -> None:
+        """Raise when the family's adapter cannot do what was asked."""
+
+    @abstractmethod
+    def plan(self, vae: VaeFacts) -> list[Task]:
+        """The tasks, in the order of the inputs, without opening more than headers. Called on rank 0."""
+
+    @abstractmethod
+    def work(self, task: Task, outputs: Outputs) -> None:
+        """Do one file on all ranks, inside an agreed block; append what is being written to ``outputs``."""
+
+    def run(self) -> RunReport:
+        """Do all files; every rank gets a report with the same outcomes."""
+        started = time.monotonic()
+        with self.stop.listening():
+            self.source = self._locate()
+            tasks = self._plan()
+            self.report.rows = [task.row for task in tasks]
+            due = [task for task in tasks if task.is_due]
+            self.observer.planned(len(tasks), self.group.size)
+            for task in tasks:
+                if not task.is_due:
+                    self.observer.finished(task.row)
+            if due:
+                self._load()
+                self._do_all(due)
+        self.report.seconds = time.monotonic() - started
+        if self.request.report is not None and self.is_owner:
+            write_report(self.request.report, self.report)
+        return self.report
+
+    def _locate(self) -> ModelSource:
+        """Rank 0 first: it alone may download; the others find the files in its cache."""
+        with agreed(self.group, "model"):
+            source = self._prepare() if self.is_owner else None
+            folder = self.group.broadcast_text(None if source is None else str(source.folder))
+            return source or locate_model(folder, variant=self.request.variant, allow_download=False)
+
+    def _prepare(self) -> ModelSource:
+        request = self.request
+        source = locate_model(request.model, variant=request.variant, allow_download=request.allow_download)
+        self.check_support(adapter_for(source.facts.class_name).capability)
+        tiles = request.tiles(source.facts.spatial_ratio)
+        if tiles is not None:
+            check_pixels(*tiles, source.facts.spatial_ratio)
+        make_folder(request.out)
+        return source
+
+    def _plan(self) -> list[Task]:
+        with agreed(self.group, "plan"):
+            tasks = self.plan(self.source.facts) if self.is_owner else []
+            text = self.group.broadcast_text(tasks_to_text(tasks) if self.is_owner else None)
+            return tasks if self.is_owner else tasks_from_text(text)
+
+    def _load(self) -> None:
+        with agreed(self.group, "model"):
+            dtype, note = settle_dtype(self.request.dtype, self.source, self.group.device)
+            if note is not None:
+                self.observer.note(note)
+            self.vae = load_model(self.source, dtype, self.group.device, self.group)
+            tiles = self.request.tiles(self.source.facts.spatial_ratio)
+            if tiles is not None:
+                self.vae.configure_tiles(*tiles)
+            else:
+                self.vae.enable_tiling()
+            self.vae.set_parallel_size(self.group.size, mode=self.request.mode)
+            self.report.dtype = str(dtype).removeprefix("torch.")
+            self.report.model_sha256 = self.source.digest() if self.is_owner else None
+
+    def _do_all(self, tasks: Sequence[Task]) -> None:
+        """File after file; each one's writers finish while the next one is worked on."""
+        writing: Outputs | None = None
+        try:
+            for task in tasks:
+                current = self._do_one(task)
+                if writing is not None:
+                    self._finish(writing)
+                writing = current
+                if self.report.interrupted or self.full:
+                    break
+            if writing is not None:
+                self._finish(writing)
+        except RankLostError:
+            if writing is not None:
+                writing.abort()
+            raise
+        for task in tasks:
+            if task.is_due:
+                self.observer.finished(task.row)
+
+    def _do_one(self, task: Task) -> Outputs | None:
+        """Work on one file. None when it failed (then its row says so and nothing is left of it)."""
+        row, started = task.row, time.monotonic()
+        outputs = Outputs(row)
+        reset_peak(self.group.device)
+        try:
+            with agreed(self.group, f"{self.operation} of {shown(task.path)}"):
+                try:
+                    self.stop.check()
+                    self.work(task, outputs)
+                except BaseException:
+                    outputs.abort()
+                    raise
+        except InterruptedRunError:
+            self.report.interrupted = True
+            row.outputs = []
+            return None
+        except RankLostError:
+            outputs.abort()
+            raise
+        except VaeparError as error:
+            outputs.abort()
+            self._fail(row, error)
+            return None
+        outputs.seconds = time.monotonic() - started
+        row.peak_bytes = self.group.gather_values(peak_bytes(self.group.device))
+        return outputs
+
+    def _finish(self, outputs: Outputs) -> None:
+        """Wait until a file's outputs are whole, and record what came of it on every rank."""
+        row, started = outputs.row, time.monotonic()
+        try:
+            with agreed(self.group, f"writing of {shown(row.path)}"):
+                for output in outputs.under_way:
+                    output.close()
+        except RankLostError:
+            raise
+        except VaeparError as error:
+            outputs.abort()
+            self._fail(row, error)
+            return
+        row.status = "ok"
+        row.seconds = round(outputs.seconds + time.monotonic() - started, 4)
+        self.observer.finished(row)
+
+    def _fail(self, row: Row, error: VaeparError) -> None:
+        self.full = self.full or isinstance(error, DiskFullError)
+        message = str(error)
+        fail(row, message if shown(row.path) in message else f"{shown(row.path)}: {message}", error.exit_code)
+        self.observer.finished(row)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of the outputs. Raises :class:`UsageError` when that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the output folder {shown(folder)} cannot be made: {error.strerror or error}") from None
