@@ -1,0 +1,25 @@
+"""From an item to a source of frames."""
+
+from __future__ import annotations
+
+from vaepar.errors import InputError
+from vaepar.media.atomic import shown
+from vaepar.media.find import MediaItem
+from vaepar.media.source import FrameSource, PictureRules
+
+
+def open_source(item: MediaItem, rules: PictureRules) -> FrameSource:
+    """A source for one item; everything that can be checked before the first frame is checked here.
+
+    Raises:
+        InputError: the item has a problem, cannot be read, or does not fit the rules; one line that names the file.
+    """
+    # Late, so that naming the inputs of a run loads neither NumPy nor Pillow.
+    from vaepar.media.picture_source import PictureSource
+    from vaepar.media.video_source import VideoSource
+
+    if item.problem is not None:
+        raise InputError(item.problem)
+    if item.kind == "video":
+        return VideoSource(item.path, rules, item.frames)
+    return PictureSource(shown(item.path), item.files or (item.path,), rules)
