@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers import AutoencoderKLFlux2
-from diffusers.models.autoencoders.vae import DecoderOutput
+from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from torch import Tensor
 
 from vaepar.autoencoders.capability import AUTO_RULE, VaeCapability
@@ -21,7 +22,7 @@ class DistributedAutoencoderKLFlux2(AutoencoderKLFlux2, ImageTileMixin):
         family="flux2",
         base_class="AutoencoderKLFlux2",
         decode_modes=tuple(VaeParallelMode),
-        encode_modes=(),
+        encode_modes=tuple(VaeParallelMode),
         auto_rule=AUTO_RULE,
         forced_rule="an error",
         latent_rank=4,
@@ -37,3 +38,18 @@ class DistributedAutoencoderKLFlux2(AutoencoderKLFlux2, ImageTileMixin):
         if not self.is_distributed_enabled():
             return super().tiled_decode(z, return_dict=return_dict)
         return self.tiled_decode_distributed(z, return_dict)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        return self.encode_moments(x, super()._encode)
+
+    def _tiled_encode(self, x: Tensor) -> Tensor:
+        """Encode pixels [B, 3, H, W] in tiles, over the ranks when distributed: the moments."""
+        if not self.is_distributed_enabled():
+            moments: Tensor = super()._tiled_encode(x)
+            return moments
+        return self.tiled_encode_distributed(x)
+
+    def tiled_encode(self, x: Tensor, return_dict: bool = True) -> AutoencoderKLOutput | tuple[Any]:
+        """As :meth:`_tiled_encode`, as a posterior."""
+        posterior = DiagonalGaussianDistribution(self._tiled_encode(x))
+        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)

@@ -25,7 +25,7 @@ class DistributedAutoencoderKLQwenImage(AutoencoderKLQwenImage, CausalTileMixin)
         family="qwenimage",
         base_class="AutoencoderKLQwenImage",
         decode_modes=tuple(VaeParallelMode),
-        encode_modes=(),
+        encode_modes=tuple(VaeParallelMode),
         auto_rule=AUTO_RULE,
         forced_rule="an error",
         latent_rank=5,
@@ -45,3 +45,13 @@ class DistributedAutoencoderKLQwenImage(AutoencoderKLQwenImage, CausalTileMixin)
         if not self.is_distributed_enabled():
             return super().tiled_decode(z, return_dict=return_dict)
         return self.tiled_decode_distributed(z, return_dict)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        return self.encode_moments(x, super()._encode)
+
+    def tiled_encode(self, x: Tensor) -> Tensor:
+        """Encode (patchified) pixels [B, C, T, H, W] in tiles, over the ranks when distributed: the moments."""
+        if not self.is_distributed_enabled():
+            moments: Tensor = super().tiled_encode(x)
+            return moments
+        return self.tiled_encode_distributed(x)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
 from vaepar.autoencoders.capability import AUTO_RULE, VaeCapability
 from vaepar.autoencoders.causal import CausalTileMixin
+from vaepar.autoencoders.feed import FrameFeed, MappedFeed
 from vaepar.autoencoders.mixin import take_pretrained
 from vaepar.autoencoders.selection import Selection
 from vaepar.config import VaeParallelMode
@@ -30,7 +31,7 @@ class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
         family="wan",
         base_class="AutoencoderKLWan",
         decode_modes=tuple(VaeParallelMode),
-        encode_modes=(),
+        encode_modes=tuple(VaeParallelMode),
         auto_rule=AUTO_RULE,
         forced_rule="a warning, and tile",
         latent_rank=5,
@@ -59,6 +60,15 @@ class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
         pixels: Tensor = unpatchify(decoded, patch_size=self.patch_size)
         return pixels
 
+    def patchified(self, feed: FrameFeed) -> FrameFeed:
+        patch = self.patch_size
+        if patch == 1:
+            return feed
+        height, width = feed.shape[-2:]
+        return MappedFeed(
+            feed, lambda x: patchify(x, patch), feed.shape[1] * patch * patch, height // patch, width // patch
+        )
+
     def finish_tiles(self, merged: Tensor) -> Tensor:
         return torch.clamp(self.unpatchify(merged), min=-1.0, max=1.0)
 
@@ -67,3 +77,13 @@ class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
         if not self.is_distributed_enabled():
             return super().tiled_decode(z, return_dict=return_dict)
         return self.tiled_decode_distributed(z, return_dict)
+
+    def _encode(self, x: Tensor) -> Tensor:
+        return self.encode_moments(x, super()._encode)
+
+    def tiled_encode(self, x: Tensor) -> Tensor:
+        """Encode (patchified) pixels [B, C, T, H, W] in tiles, over the ranks when distributed: the moments."""
+        if not self.is_distributed_enabled():
+            moments: Tensor = super().tiled_encode(x)
+            return moments
+        return self.tiled_encode_distributed(x)

@@ -1,17 +1,18 @@
-"""Tile decode of the causal video families: every tile keeps its temporal cache and all tiles walk through time."""
+"""Tiles of the causal video families: every tile keeps its temporal cache and all tiles walk through time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vaepar.autoencoders.feed import FrameFeed, TensorFeed, TilePieces, shape_of
 from vaepar.autoencoders.mixin import DistributedVaeMixin, check_pixels, require_rank
 from vaepar.autoencoders.tiling import TilePlan
 from vaepar.errors import UsageError
-from vaepar.parallel.executor import GridSpec, TileTask
+from vaepar.parallel.executor import DistributedOperator, GridSpec, TileTask
 
 
 class CausalTileMixin(DistributedVaeMixin):
@@ -22,7 +23,9 @@ class CausalTileMixin(DistributedVaeMixin):
     """
 
     config: Any
+    encoder: nn.Module
     decoder: nn.Module
+    quant_conv: nn.Module
     post_quant_conv: nn.Module
     spatial_compression_ratio: int
     tile_sample_min_height: int
@@ -34,6 +37,10 @@ class CausalTileMixin(DistributedVaeMixin):
 
     #: Arguments of the decoder's forward for the first latent frame, beside the caches.
     first_frame_arguments: dict[str, Any] = {}  # noqa: RUF012  # read only; a family sets its own
+
+    @property
+    def pixels_per_latent(self) -> int:
+        return int(self.spatial_compression_ratio)
 
     @property
     def patch_size(self) -> int:
@@ -104,6 +111,70 @@ class CausalTileMixin(DistributedVaeMixin):
     def unpatchify(self, decoded: Tensor) -> Tensor:
         """Unfold patches from channels to pixels, where the family has them."""
         return decoded
+
+    def encode_tile_plan(self, height: int, width: int) -> TilePlan:
+        """The tiles of (patchified) pixels. As in diffusers, the tile sizes are not divided by the patch size."""
+        return TilePlan(
+            extent=(height, width),
+            tile=(int(self.tile_sample_min_height), int(self.tile_sample_min_width)),
+            stride=(int(self.tile_sample_stride_height), int(self.tile_sample_stride_width)),
+            down=self.spatial_compression_ratio // self.patch_size,
+        )
+
+    def needs_encode_tiling(self, shape: Sequence[int]) -> bool:
+        return self.use_tiling and (shape[-1] > self.tile_sample_min_width or shape[-2] > self.tile_sample_min_height)
+
+    def encode_tile_split(self, x: Tensor) -> tuple[list[TileTask], GridSpec]:
+        """Cut (patchified) pixels [B, C, T, H, W] into tile tasks whose results are moments [B, 2C', t, h, w]."""
+        require_rank(x, 5, self.capability.base_class)
+        return self._split_feed(TensorFeed(x))
+
+    def encode_tile_steps(self, task: TileTask) -> Iterator[Tensor]:
+        pieces = [task.tensor] if isinstance(task.tensor, Tensor) else task.tensor
+        cache: list[Any] = [None] * self._cached_conv_counts["encoder"]
+        for piece in pieces:
+            yield self.quant_conv(self.encoder(piece, feat_cache=cache, feat_idx=[0]))
+
+    def encode_direct(self, feed: FrameFeed) -> Iterator[Tensor]:
+        feed = self.patchified(feed)
+        whole = TilePieces(feed, self._encode_bounds(feed.shape[2]), slice(None), slice(None))
+        return self.encode_tile_steps(TileTask(tile_id=0, grid_coord=(0, 0), tensor=whole))
+
+    def encode_operator(self, feed: FrameFeed) -> tuple[Tensor, DistributedOperator]:
+        feed = self.patchified(feed)
+        return shape_of(feed), self._encode_operator(lambda _: self._split_feed(feed))
+
+    def patchified(self, feed: FrameFeed) -> FrameFeed:
+        """The feed as the encoder takes it."""
+        return feed
+
+    def _split_feed(self, feed: FrameFeed) -> tuple[list[TileTask], GridSpec]:
+        batch, _, frames, height, width = feed.shape
+        plan, bounds = self.encode_tile_plan(height, width), self._encode_bounds(frames)
+        channels = 2 * int(self.config.z_dim)
+        tasks: list[TileTask] = []
+        for coord, rows, columns in plan.tiles():
+            shape = (batch, channels, 1, *plan.output_size(rows, columns))
+            tasks.append(
+                TileTask(
+                    tile_id=len(tasks),
+                    grid_coord=coord,
+                    tensor=TilePieces(feed, bounds, rows, columns),
+                    workload=(rows.stop - rows.start) * (columns.stop - columns.start) * bounds[-1][1],
+                    output_shapes=[shape] * len(bounds),
+                )
+            )
+        return tasks, GridSpec(split_dims=(3, 4), grid_shape=plan.grid, tile_spec={"plan": plan}, steps=len(bounds))
+
+    def _encode_bounds(self, frames: int) -> list[tuple[int, int]]:
+        """First and last (exclusive) frame of each step: the first frame alone, then four by four.
+
+        Four is the models' chunk whatever their temporal ratio; frames that fill no chunk are left out, as in
+        diffusers.
+        """
+        if frames < 1:
+            raise UsageError("a film of zero frames cannot be encoded")
+        return [(0, 1), *((4 * k - 3, 4 * k + 1) for k in range(1, 1 + (frames - 1) // 4))]
 
     def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
         check_pixels(tile_size, tile_stride, self.spatial_compression_ratio)

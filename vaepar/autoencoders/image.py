@@ -1,31 +1,34 @@
-"""Tile decode of the image families: square tiles by overlap factor, one piece a tile."""
+"""Tiles of the image families: square tiles by overlap factor, one piece a tile."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from vaepar.autoencoders.feed import FrameFeed
 from vaepar.autoencoders.mixin import DistributedVaeMixin, check_pixels, require_rank
 from vaepar.autoencoders.tiling import TilePlan
 from vaepar.errors import UsageError
-from vaepar.parallel.executor import GridSpec, TileTask
+from vaepar.parallel.executor import DistributedOperator, GridSpec, TileTask
 
 
 class ImageTileMixin(DistributedVaeMixin):
     """What AutoencoderKL and AutoencoderKLFlux2 share: latents [B, C, H, W], pixels [B, 3, 8H, 8W] in [-1, 1]."""
 
     config: Any
+    encoder: nn.Module
     decoder: nn.Module
+    quant_conv: nn.Module | None
     post_quant_conv: nn.Module | None
     tile_latent_min_size: int
     tile_sample_min_size: int
     tile_overlap_factor: float
 
     @property
-    def spatial_ratio(self) -> int:
+    def pixels_per_latent(self) -> int:
         """Pixels per latent along each axis."""
         return int(2 ** (len(self.config.block_out_channels) - 1))
 
@@ -33,9 +36,7 @@ class ImageTileMixin(DistributedVaeMixin):
         require_rank(z, 4, self.capability.base_class)
         tile = self.tile_latent_min_size
         stride = int(tile * (1 - self.tile_overlap_factor))
-        return TilePlan(
-            extent=(z.shape[2], z.shape[3]), tile=(tile, tile), stride=(stride, stride), up=self.spatial_ratio
-        )
+        return TilePlan(extent=_size(z), tile=(tile, tile), stride=(stride, stride), up=self.pixels_per_latent)
 
     def needs_tiling(self, z: Tensor) -> bool:
         require_rank(z, 4, self.capability.base_class)
@@ -67,8 +68,48 @@ class ImageTileMixin(DistributedVaeMixin):
     def decode_direct(self, z: Tensor) -> Iterator[Tensor]:
         yield self._decode(z).sample  # type: ignore[attr-defined]
 
+    def encode_tile_plan(self, x: Tensor) -> TilePlan:
+        """The tiles of pixels [B, C, H, W]; results are on the latents' scale."""
+        require_rank(x, 4, self.capability.base_class)
+        tile = self.tile_sample_min_size
+        stride = int(self.tile_latent_min_size * (1 - self.tile_overlap_factor)) * self.pixels_per_latent
+        return TilePlan(extent=_size(x), tile=(tile, tile), stride=(stride, stride), down=self.pixels_per_latent)
+
+    def needs_encode_tiling(self, shape: Sequence[int]) -> bool:
+        return self.use_tiling and max(shape[-1], shape[-2]) > self.tile_sample_min_size
+
+    def encode_tile_split(self, x: Tensor) -> tuple[list[TileTask], GridSpec]:
+        """Cut pixels [B, C, H, W] into tile tasks whose results are moments [B, 2C', h, w]."""
+        plan = self.encode_tile_plan(x)
+        channels = 2 * int(self.config.latent_channels)
+        tasks: list[TileTask] = []
+        for coord, rows, columns in plan.tiles():
+            tasks.append(
+                TileTask(
+                    tile_id=len(tasks),
+                    grid_coord=coord,
+                    tensor=x[:, :, rows, columns],
+                    workload=(rows.stop - rows.start) * (columns.stop - columns.start),
+                    output_shapes=[(x.shape[0], channels, *plan.output_size(rows, columns))],
+                )
+            )
+        return tasks, GridSpec(split_dims=(2, 3), grid_shape=plan.grid, tile_spec={"plan": plan})
+
+    def encode_tile_steps(self, task: TileTask) -> Iterator[Tensor]:
+        tile = self.encoder(task.tensor)
+        yield tile if self.quant_conv is None else self.quant_conv(tile)
+
+    def whole_pixels(self, feed: FrameFeed) -> Tensor:
+        return feed.frames(0, 1)[:, :, 0]
+
+    def encode_direct(self, feed: FrameFeed) -> Iterator[Tensor]:
+        yield self._encode(self.whole_pixels(feed))  # type: ignore[attr-defined]
+
+    def encode_operator(self, feed: FrameFeed) -> tuple[Tensor, DistributedOperator]:
+        return self.whole_pixels(feed), self._encode_operator(self.encode_tile_split)
+
     def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
-        ratio = self.spatial_ratio
+        ratio = self.pixels_per_latent
         check_pixels(tile_size, tile_stride, ratio)
         self.use_tiling = True
         self.tile_sample_min_size = tile_size
@@ -84,6 +125,10 @@ class ImageTileMixin(DistributedVaeMixin):
                 f"the last tile would be {height}x{width} latents, too small for this VAE's group norm; "
                 f"another tile size or stride avoids it"
             )
+
+
+def _size(x: Tensor) -> tuple[int, int]:
+    return x.shape[-2], x.shape[-1]
 
 
 def _overlap_factor(tile: int, stride: int, ratio: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, ClassVar
 
@@ -13,8 +13,9 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor, nn
 
 from vaepar.autoencoders.capability import VaeCapability
+from vaepar.autoencoders.feed import FrameFeed
 from vaepar.autoencoders.selection import DIRECT, Selection, select
-from vaepar.autoencoders.spatial import shard_decode_chunks
+from vaepar.autoencoders.spatial import shard_decode_chunks, shard_encode
 from vaepar.autoencoders.tiling import BlendMerge, TilePlan
 from vaepar.config import VaeParallelConfig, VaeParallelMode
 from vaepar.errors import ModelError, UnsupportedModeError, UsageError
@@ -24,6 +25,7 @@ from vaepar.parallel.executor import (
     DistributedVaeExecutor,
     GridCoord,
     GridSpec,
+    Split,
     TileMerge,
     TileTask,
 )
@@ -107,6 +109,11 @@ class DistributedVaeMixin:
     def tile_plan(self, z: Tensor) -> TilePlan:
         """The tiles of a latent, from this model's tiling attributes."""
 
+    @property
+    @abstractmethod
+    def pixels_per_latent(self) -> int:
+        """Pixels for each latent row or column."""
+
     @abstractmethod
     def needs_tiling(self, z: Tensor) -> bool:
         """Whether diffusers' own ``_decode`` would take its tiled path for this latent."""
@@ -127,6 +134,30 @@ class DistributedVaeMixin:
     def decode_direct(self, z: Tensor) -> Iterator[Tensor]:
         """Decode without tiles on this rank alone, piece by piece in time order, as diffusers' direct path does."""
 
+    @abstractmethod
+    def needs_encode_tiling(self, shape: Sequence[int]) -> bool:
+        """Whether diffusers' own ``_encode`` would take its tiled path for pixels of this shape."""
+
+    @abstractmethod
+    def encode_tile_split(self, x: Tensor) -> tuple[list[TileTask], GridSpec]:
+        """Cut pixels into tile tasks, the same on every rank."""
+
+    @abstractmethod
+    def encode_tile_steps(self, task: TileTask) -> Iterator[Tensor]:
+        """Encode one tile, piece by piece in time order: moments (mean and log variance)."""
+
+    @abstractmethod
+    def encode_direct(self, feed: FrameFeed) -> Iterator[Tensor]:
+        """Encode without tiles on this rank alone, piece by piece in time order: moments."""
+
+    @abstractmethod
+    def encode_operator(self, feed: FrameFeed) -> tuple[Tensor, DistributedOperator]:
+        """The tile encode of a feed for the executor, and a tensor of its input's shape."""
+
+    def whole_pixels(self, feed: FrameFeed) -> Tensor:
+        """All pixels of a feed, as ``encode`` takes them."""
+        return feed.frames(0, feed.shape[2])
+
     def finish_tiles(self, merged: Tensor) -> Tensor:
         """What the family does to merged tiles before they are pixels (unpatchify, clamp)."""
         return merged
@@ -140,10 +171,25 @@ class DistributedVaeMixin:
 
     def tile_merge(self, coord_tensor_map: dict[GridCoord, Tensor], grid_spec: GridSpec) -> Tensor:
         """Blend decoded tiles, [..., h, w] by grid coordinate, into the whole output. Their memory is written to."""
-        merge = BlendMerge(grid_spec.tile_spec["plan"], self.finish_tiles)
-        for coord in sorted(coord_tensor_map):
-            merge.add(coord, coord_tensor_map[coord])
-        return merge.result()
+        return _merge_all(BlendMerge(grid_spec.tile_spec["plan"], self.finish_tiles), coord_tensor_map)
+
+    def encode_tile_exec(self, task: TileTask) -> Tensor:
+        """Encode one tile, all of it at once: moments."""
+        pieces = list(self.encode_tile_steps(task))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    def encode_tile_merge(self, coord_tensor_map: dict[GridCoord, Tensor], grid_spec: GridSpec) -> Tensor:
+        """Blend encoded tiles into the moments of the whole. Their memory is written to."""
+        return _merge_all(BlendMerge(grid_spec.tile_spec["plan"]), coord_tensor_map)
+
+    def _encode_operator(self, split: Split) -> DistributedOperator:
+        return DistributedOperator(
+            split=split,
+            exec=self.encode_tile_exec,
+            merge=self.encode_tile_merge,
+            steps=self.encode_tile_steps,
+            open_merge=lambda grid, step: BlendMerge(grid.tile_spec["plan"]),
+        )
 
     def tile_operator(self) -> DistributedOperator:
         """The tile decode of this model, for the executor."""
@@ -202,6 +248,61 @@ class DistributedVaeMixin:
             result = self.distributed_executor.collect(z, lambda: self.decode_chunks(z), self.broadcast_result)
         return DecoderOutput(sample=result) if return_dict else (result,)
 
+    def select_encode_mode(self, shape: Sequence[int]) -> Selection:
+        """The strategy that the encode of pixels of this shape will use, and why."""
+        if not self.needs_encode_tiling(shape):
+            return Selection(mode=DIRECT, reason="the picture fits one tile")
+        executor, ratio = self.distributed_executor, self.pixels_per_latent
+        rows, columns = shape[-2] // ratio, shape[-1] // ratio
+        return select(self._mode, rows, columns, executor.parallel_size, executor.group.size)
+
+    @torch.no_grad()
+    def encode_chunks(self, feed: FrameFeed) -> Generator[Tensor | None]:
+        """Encode pixels piece by piece: moments on the owner (rank 0 of the group), None on the other ranks.
+
+        The chunks are [B, 2C, t, h, w] for video families ([B, 2C, h, w] for image families, one chunk): mean and log
+        variance of the posterior, concatenated in time those that ``encode`` gives. All ranks call it with feeds of
+        the same pixels, and consume it to the end or close it inside an ``agreed`` block.
+        """
+        selection = self.select_encode_mode(feed.shape)
+        if selection.refused is not None:
+            self.on_refused(selection)
+        executor = self.distributed_executor
+        if selection.axis is not None:
+            with agreed(executor.group, selection.mode):
+                yield self._shard_encode(self.whole_pixels(feed), selection, owner=executor.owner)
+        elif selection.mode == DIRECT:
+            with agreed(executor.group, "encode"):
+                if executor.is_owner:
+                    yield from self.encode_direct(feed)
+        else:
+            yield from executor.stream(*self.encode_operator(feed))
+
+    def encode_moments(self, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
+        """The body of a family's ``_encode``: a shard where one is selected, else ``plain``, diffusers' own."""
+        if not self.is_distributed_enabled():
+            return plain(x)
+        selection = self.select_encode_mode(x.shape)
+        if selection.refused is not None:
+            self.on_refused(selection)
+        if selection.axis is None:
+            return plain(x)
+        with torch.no_grad(), agreed(self.distributed_executor.group, selection.mode):
+            moments = self._shard_encode(x, selection, owner=None)
+        return x.new_empty(0) if moments is None else moments
+
+    def _shard_encode(self, x: Tensor, selection: Selection, owner: int | None) -> Tensor | None:
+        group = self.distributed_executor.group
+        agree_on(group, "pixels", f"{tuple(x.shape)} {x.dtype}")
+        axis = selection.axis or "height"
+        return shard_encode(self._as_module(), x, group, axis, frames_per_step=self.frames_per_step, owner=owner)
+
+    def tiled_encode_distributed(self, x: Tensor) -> Tensor:
+        """The body of a family's tiled encode when :meth:`is_distributed_enabled`: moments on every rank."""
+        operator = self._encode_operator(self.encode_tile_split)
+        with torch.no_grad():
+            return self.distributed_executor.execute(x, operator, broadcast_result=True)
+
     def _as_module(self) -> nn.Module:
         return self  # type: ignore[return-value]  # every family is a module too
 
@@ -211,6 +312,12 @@ def closed_on_exit(chunks: Generator[Tensor | None]) -> Iterator[Iterator[Tensor
     """Consume ``decode_chunks`` so that it is closed when the consumer fails, while the ranks can still agree."""
     with closing(chunks) as stream:
         yield stream
+
+
+def _merge_all(merge: BlendMerge, tiles: dict[GridCoord, Tensor]) -> Tensor:
+    for coord in sorted(tiles):
+        merge.add(coord, tiles[coord])
+    return merge.result()
 
 
 def check_pixels(tile_size: int, tile_stride: int, ratio: int) -> None:

@@ -62,7 +62,7 @@ class TileTask:
 
     tile_id: int
     grid_coord: GridCoord
-    tensor: Tensor | list[Tensor]
+    tensor: Tensor | Sequence[Tensor]
     workload: int | float = 1
     output_shapes: Sequence[tuple[int, ...]] | None = None
 
