@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from vaepar.jobs.report import Observer, Row, RunReport
+from vaepar.jobs.report import Observer, Row, RunReport, Silent
 from vaepar.latents.text import shown
 
 _PLAIN_WIDTH = 200  # lines of a log are not cut to a terminal's width
@@ -63,27 +63,15 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-class QuietObserver:
+class QuietObserver(Silent):
     """Says failures only."""
-
-    def planned(self, files: int, ranks: int) -> None:
-        return None
-
-    def note(self, text: str) -> None:
-        return None
-
-    def started(self, path: str, frames: int) -> None:
-        return None
-
-    def advanced(self, frames: int) -> None:
-        return None
 
     def finished(self, row: Row) -> None:
         if row.status == "failed":
             complain(f"error: {row.error}")
 
 
-class PlainObserver:
+class PlainObserver(Silent):
     """A line for each file, and one at least every ten seconds within a file."""
 
     def __init__(self) -> None:
@@ -118,7 +106,7 @@ class PlainObserver:
         self._console.print(safe(text), soft_wrap=True)
 
 
-class RichObserver:
+class RichObserver(Silent):
     """Bars for files and frames; failures stay above them."""
 
     def __init__(self) -> None:

@@ -56,6 +56,7 @@ class Observer(Protocol):
     def started(self, path: str, frames: int) -> None: ...
     def advanced(self, frames: int) -> None: ...
     def finished(self, row: Row) -> None: ...
+    def stop(self) -> None: ...
 
 
 class Silent:
@@ -74,6 +75,9 @@ class Silent:
         return None
 
     def finished(self, row: Row) -> None:
+        return None
+
+    def stop(self) -> None:
         return None
 
 
