@@ -43,7 +43,8 @@ class BenchModel:
         else:
             self.facts = VaeFacts.from_config(preset.class_name, preset.config)
             dtype = _dtype_of_preset(request.dtype, group.device)
-            self.adapter = random_model(adapter_for(preset.class_name), preset, dtype).to(group.device)
+            self.adapter = random_model(adapter_for(preset.class_name), preset)
+            place(self.adapter, dtype, group.device)
             self.name = f"{preset.family} {preset.scale}, random weights"
         self.dtype = dtype
         self.shapes = self._shapes(request, preset)
@@ -58,7 +59,8 @@ class BenchModel:
         for name, value in vars(self.adapter).items():
             if name.startswith("tile_") or name == "use_tiling":
                 setattr(twin, name, value)
-        return twin.to(device=self.adapter.device, dtype=self.dtype).eval().requires_grad_(False)
+        place(twin, self.dtype, self.adapter.device)
+        return twin.eval().requires_grad_(False)
 
     def latent(self, shape: tuple[int, ...]) -> Tensor:
         """A random latent in VAE space, the same on every rank."""
@@ -84,8 +86,13 @@ class BenchModel:
             self.adapter.frames_per_step = request.frames_per_step
 
 
-def random_model(cls: Any, preset: Preset, dtype: torch.dtype) -> Any:
-    """A model of a preset with seeded random weights that keep its pixels inside [-1, 1].
+def place(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Move a model. Not by diffusers' own ``to``, which warns of modules to keep in float32 although there are none."""
+    nn.Module.to(model, device=device, dtype=dtype)
+
+
+def random_model(cls: Any, preset: Preset) -> Any:
+    """A model of a preset, in float32, with seeded random weights that keep its pixels inside [-1, 1].
 
     Gains and biases of norms are random too: ones and zeros would hide a norm that forgets them.
     """
@@ -102,7 +109,7 @@ def random_model(cls: Any, preset: Preset, dtype: torch.dtype) -> Any:
             if isinstance(gain, nn.Parameter):
                 gain.copy_(1 + 0.2 * torch.randn(gain.shape, generator=generator))
         model.decoder.conv_out.weight.mul_(preset.output_gain)
-    return model.to(dtype).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def _locate(request: BenchRequest, group: RankGroup) -> ModelSource:

@@ -1,0 +1,81 @@
+"""A picture of a bench: speed-up and memory over the number of ranks. Needs matplotlib, an extra of the package."""
+
+from __future__ import annotations
+
+import io
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vaepar.errors import UsageError
+from vaepar.jobs.bench_plan import alone_of
+from vaepar.jobs.bench_report import BenchReport, Row, ShapeResult, write_whole
+
+_WIDTH, _HEIGHT, _DPI = 10.0, 4.0, 120
+
+
+def require_matplotlib() -> None:
+    """Raise :class:`UsageError` when the library is missing, before anything is measured."""
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed; pip install 'vaepar[plot]' brings it")
+
+
+def curves(result: ShapeResult) -> dict[str, list[Row]]:
+    """The measured rows of each mode by number of ranks, one rank included where it does the same work."""
+    rows = result.rows()
+    cases = [row.case for row in rows]
+    found: dict[str, list[Row]] = {}
+    for name in dict.fromkeys(case.name for case in cases if not case.is_stock):
+        own = [row for row in rows if row.case.name == name and row.latency is not None]
+        if own and min(row.case.ranks for row in own) > 1:
+            alone = alone_of(own[0].case, cases)
+            own = [row for row in rows if row.case == alone and row.latency is not None] + own
+        if own:
+            found[name] = sorted(own, key=lambda row: row.case.ranks)
+    return found
+
+
+def write_plot(path: Path, report: BenchReport) -> None:
+    """Write the picture as PNG, whole or not at all: a line of two panels for each latent.
+
+    Raises:
+        UsageError: matplotlib is missing. OutputError: the file cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, _HEIGHT * len(report.results)), dpi=_DPI, layout="constrained")
+    panels = figure.subplots(len(report.results), 2, squeeze=False)
+    for result, (speed, memory) in zip(report.results, panels, strict=True):
+        _draw(result, speed, memory, sorted({1, *report.settings["ranks"]}))
+    machine = report.machine
+    figure.suptitle(f"{report.model['name']}, {report.model['dtype']}, {machine['cpu']}, {machine['cores']} core(s)")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_whole(path, picture.getvalue())
+
+
+def _draw(result: ShapeResult, speed: Any, memory: Any, counts: list[int]) -> None:
+    title = "x".join(map(str, result.shape))
+    speed.plot(counts, counts, linestyle="--", color="grey", label="ideal")
+    start = None
+    for name, rows in curves(result).items():
+        with_ratio = [(row.case.ranks, row.speed_up) for row in rows if row.speed_up is not None]
+        values = [ratio.value for _, ratio in with_ratio]
+        spread = [
+            [ratio.value - min(ratio.value, ratio.minimum) for _, ratio in with_ratio],
+            [max(ratio.value, ratio.maximum) - ratio.value for _, ratio in with_ratio],
+        ]
+        speed.errorbar([ranks for ranks, _ in with_ratio], values, yerr=spread, marker="o", capsize=3, label=name)
+        peaks = [(row.case.ranks, row.peak_bytes / 2**20) for row in rows if row.peak_bytes is not None]
+        memory.plot([ranks for ranks, _ in peaks], [peak for _, peak in peaks], marker="o", label=name)
+        start = max([start or 0.0, *(peak for ranks, peak in peaks if ranks == 1)]) or start
+    if start is not None:
+        memory.plot(counts, [start / count for count in counts], linestyle="--", color="grey", label="ideal")
+    for panel, label in ((speed, "times as fast as one rank"), (memory, "peak activation memory of a rank, MiB")):
+        panel.set(title=title, xlabel="ranks", ylabel=label, xticks=counts, ylim=(0, None))
+        panel.grid(alpha=0.3)
+        panel.legend()
+
+
+__all__ = ["curves", "require_matplotlib", "write_plot"]
