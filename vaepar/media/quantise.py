@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import mmap
 from typing import TYPE_CHECKING
 
 from vaepar.errors import NonFiniteError, UsageError
@@ -39,7 +41,9 @@ def quantise(frames: torch.Tensor, *, allow_nonfinite: bool = False, name: str =
 
     check_frames(frames, name)
     with torch.no_grad():
-        pixels, total = _convert(frames)
+        c, t, h, w = frames.shape
+        result = _mapped((t, h, w, c))
+        total = _convert(frames, result)
         # A sum is finite only if every value is: one read of the data, no mask. Overflow can only raise a false alarm.
         if not bool(torch.isfinite(total)):
             bad = _count_nonfinite_pixels(frames)
@@ -48,8 +52,7 @@ def quantise(frames: torch.Tensor, *, allow_nonfinite: bool = False, name: str =
                 if not allow_nonfinite:
                     raise NonFiniteError(f"{count}; only finite pixels are written")
                 logger.warning("%s; they are written as 0", count)
-                pixels, _ = _convert(frames, nonfinite_to_black=True)
-        result: npt.NDArray[np.uint8] = pixels.cpu().numpy()
+                _convert(frames, result, nonfinite_to_black=True)
         return result
 
 
@@ -62,15 +65,29 @@ def check_frames(frames: torch.Tensor, name: str = "frames") -> None:
         raise UsageError(f"{name} are {frames.dtype}; pixels are floating point in the range [-1, 1]")
 
 
-def _convert(frames: torch.Tensor, *, nonfinite_to_black: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes [t, H, W, C] on the frames' device, and the float32 sum of all values.
+def _mapped(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """An array in memory of its own, given back to the system as soon as the array is gone.
+
+    Chunks of bytes wait in a queue while the much larger chunks of floats come and go. On one heap they would lie
+    between those and keep it from shrinking: measured, the writer then took 20 % more for 81 frames than for 17.
+    """
+    import numpy as np
+
+    return np.frombuffer(mmap.mmap(-1, math.prod(shape)), dtype=np.uint8).reshape(shape)
+
+
+def _convert(
+    frames: torch.Tensor, into_thwc: npt.NDArray[np.uint8], *, nonfinite_to_black: bool = False
+) -> torch.Tensor:
+    """Fill ``into_thwc`` with the bytes of ``frames`` and give the float32 sum of all values, on the frames' device.
 
     Frame by frame through one buffer: the float32 copy stays the size of a frame, in cache, instead of a chunk's.
     """
     import torch
 
     c, t, h, w = frames.shape
-    pixels = torch.empty((t, h, w, c), dtype=torch.uint8, device=frames.device)
+    host = torch.from_numpy(into_thwc)
+    pixels = host if frames.device.type == "cpu" else torch.empty_like(host, device=frames.device)
     total = torch.zeros((), dtype=torch.float32, device=frames.device)
     frame_chw = torch.empty((c, h, w), dtype=torch.float32, device=frames.device)
     for i in range(t):
@@ -80,7 +97,9 @@ def _convert(frames: torch.Tensor, *, nonfinite_to_black: bool = False) -> tuple
         total += frame_chw.sum()
         frame_chw.mul_(0.5).add_(0.5).clamp_(0, 1).mul_(255).round_()
         pixels[i].copy_(frame_chw.permute(1, 2, 0))
-    return pixels, total
+    if pixels is not host:
+        host.copy_(pixels)
+    return total
 
 
 def _count_nonfinite_pixels(frames: torch.Tensor) -> int:

@@ -105,7 +105,7 @@ def encoder_arguments(fmt: OutputFormat) -> tuple[str, ...]:
     if fmt.kind == "ffv1":
         tags = "setparams=range=pc:colorspace=gbr:color_primaries=bt709:color_trc=iec61966-2-1"
         graph = f"format={fmt.pix_fmt},{tags}"
-        return ("-vf", graph, *common, "-level", "3", "-slices", "4", "-slicecrc", "1")
+        return ("-vf", graph, *common, "-level", "3", "-slicecrc", "1")
     tags = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
     scale = "scale=in_range=pc:out_color_matrix=bt709:out_range=tv:flags=bicubic+accurate_rnd+full_chroma_int"
     graph = f"{scale},format={fmt.pix_fmt},{tags}"
