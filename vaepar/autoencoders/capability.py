@@ -44,3 +44,11 @@ class VaeCapability:
                 f"{self.base_class} has no decode mode '{mode.value}'; it has "
                 f"{', '.join(m.value for m in self.decode_modes)}"
             )
+
+    def require_encode(self, mode: VaeParallelMode) -> None:
+        """Raise :class:`UnsupportedModeError`, listing what there is, unless encode has ``mode``."""
+        if mode not in self.encode_modes:
+            raise UnsupportedModeError(
+                f"{self.base_class} has no encode mode '{mode.value}'; it has "
+                f"{', '.join(m.value for m in self.encode_modes) or 'none'}"
+            )

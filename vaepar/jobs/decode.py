@@ -58,10 +58,13 @@ class _DecodeRun(BatchRun):
             sink = self._open(path, fmt, facts, task) if self.is_owner else None
             if sink is not None:
                 outputs.under_way.append(sink)
+            left = facts.original_frames or facts.num_frames
             for chunk in self._chunks(latent[item : item + 1]):
-                if sink is not None:
-                    sink.write(_cropped(chunk, facts))
-                    self.observer.advanced(chunk.shape[1])
+                wanted = _cropped(chunk[:, :left], facts)
+                left -= wanted.shape[1]
+                if sink is not None and wanted.shape[1]:
+                    sink.write(wanted)
+                self.observer.advanced(chunk.shape[1])
             if sink is not None:
                 sink.end()
             outputs.close_all_but_last()
@@ -98,7 +101,7 @@ class _DecodeRun(BatchRun):
             fmt,
             height=height,
             width=width,
-            frames=facts.num_frames,
+            frames=facts.original_frames or facts.num_frames,
             metadata=self._metadata(task),
             # What is incomplete is always replaced; what is complete was skipped unless it may be replaced.
             overwrite=True,

@@ -53,7 +53,7 @@ def find_sources(inputs: Sequence[str], out: Path, name: str = "{stem}", recursi
             else:
                 base = _base(path, folder, out, name, len(found))
                 found[path] = Source(path=path, out_base=base)
-    return tuple(_apart(found.values()))
+    return tuple(apart(found.values()))
 
 
 _NOTHING = Path()
@@ -87,7 +87,7 @@ def _base(path: Path, folder: Path | None, out: Path, name: str, index: int) -> 
     return out / below / name.format(stem=path.stem, parent=parent, index=f"{index:05d}")
 
 
-def _apart(sources: Iterable[Source]) -> Iterable[Source]:
+def apart(sources: Iterable[Source]) -> Iterable[Source]:
     """Give a problem to every source that shares its output with another one: no order of inputs decides who wins."""
     by_base: dict[Path, list[Source]] = defaultdict(list)
     sources = list(sources)

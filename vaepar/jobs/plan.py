@@ -19,12 +19,16 @@ from vaepar.media import OutputFormat, is_complete
 
 @dataclass(kw_only=True)
 class Task:
-    """One file of a run: what it means (None where it cannot be decoded), its outputs, and its row of the report."""
+    """One file of a run: what it means (None where that is not known yet), its outputs, and its row of the report.
+
+    ``item`` is what an operation needs to know beyond the path, as plain values.
+    """
 
     path: Path
     out_base: Path | None
     row: Row
     facts: LatentFacts | None = None
+    item: dict[str, Any] | None = None
 
     @property
     def is_due(self) -> bool:
@@ -42,7 +46,7 @@ def tasks_to_text(tasks: Sequence[Task]) -> str:
     return json.dumps(
         [
             {"path": str(task.path), "out_base": None if task.out_base is None else str(task.out_base)}
-            | {"row": asdict(task.row)}
+            | {"row": asdict(task.row), "item": task.item}
             for task in tasks
         ]
     )
@@ -67,7 +71,8 @@ def outputs_of(facts: LatentFacts, out_base: Path, request: DecodeRequest) -> tu
 
 def _task_from(value: dict[str, Any]) -> Task:
     base = value["out_base"]
-    return Task(path=Path(value["path"]), out_base=None if base is None else Path(base), row=Row(**value["row"]))
+    row = Row(**value["row"])
+    return Task(path=Path(value["path"]), out_base=None if base is None else Path(base), row=row, item=value["item"])
 
 
 def _plan_one(source: Source, request: DecodeRequest, vae: VaeFacts) -> Task:
@@ -99,6 +104,7 @@ def fail(row: Row, message: str, exit_code: int) -> None:
 
 def describe(row: Row, facts: LatentFacts) -> None:
     """Fill in what the facts say about the outputs."""
-    row.width, row.height, row.frames = facts.width, facts.height, facts.num_frames
+    row.height, row.width = facts.original_size or (facts.height, facts.width)
+    row.frames = facts.original_frames or facts.num_frames
     row.fps = None if facts.fps is None else float(facts.fps)
     row.notes = list(facts.decisions)

@@ -6,15 +6,17 @@ import string
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from vaepar.config import VaeParallelMode
 from vaepar.errors import UsageError
-from vaepar.latents import LatentRequest
-from vaepar.media.formats import Kind, OutputFormat
+from vaepar.latents import LatentLayout, LatentRequest, LatentState
+from vaepar.media import FrameRange, OutputFormat
+from vaepar.media.formats import Kind
 
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 FORMATS = ("auto", *get_args(Kind))
+TARGETS = ("vaepar", "comfyui", "musubi")
 _NAME_FIELDS = ("stem", "parent", "index")
 
 
@@ -151,3 +153,56 @@ def _check_template(template: str) -> None:
             f"--name is '{template}'; it is a file name with at least one of the fields "
             f"{', '.join('{' + name + '}' for name in _NAME_FIELDS)} and no folder"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeRequest(BatchRequest):
+    """One run of ``vaepar encode``.
+
+    Args:
+        frames: which frames of videos and sequences; None for all.
+        alpha, fit, frames_fit, max_pixels: see :class:`vaepar.media.PictureRules`.
+        posterior: ``mode`` (deterministic) or ``sample``.
+        seed: of the samples; each file draws its own from it and its name.
+        state: ``norm`` as a denoiser takes latents, or ``raw`` as ``vae.decode`` does.
+        layout: order of the axes; None for the family's usual one.
+        target: ``vaepar``, ``comfyui`` or ``musubi``: whose files are written.
+        stored: dtype of the stored latents.
+        fps: for sequences, which have none of their own, and for videos to be noted otherwise.
+        preview: write a picture of originals beside decoded latents, with their PSNR.
+    """
+
+    frames: FrameRange | None = None
+    alpha: Literal["refuse", "drop", "white", "black", "keep"] = "refuse"
+    fit: Literal["error", "crop", "pad", "resize"] = "error"
+    frames_fit: Literal["error", "trim", "pad"] = "error"
+    max_pixels: int | None = None
+    posterior: str = "mode"
+    seed: int = 0
+    state: LatentState | None = None
+    layout: LatentLayout | None = None
+    target: str = "vaepar"
+    stored: str = "float32"
+    fps: Fraction | None = None
+    preview: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for flag, value, allowed in (
+            ("--alpha", self.alpha, ("refuse", "drop", "white", "black", "keep")),
+            ("--fit", self.fit, ("error", "crop", "pad", "resize")),
+            ("--frames-fit", self.frames_fit, ("error", "trim", "pad")),
+            ("--posterior", self.posterior, ("mode", "sample")),
+            ("--as", self.target, TARGETS),
+            ("--save-dtype", self.stored, ("float32", "float16", "bfloat16", "float64")),
+        ):
+            if value not in allowed:
+                raise UsageError(f"{flag} is '{value}'; it is one of {', '.join(allowed)}")
+        if self.target != "vaepar" and (self.state is not None or self.layout is not None):
+            raise UsageError(
+                f"--as {self.target} fixes state and layout; --state and --layout go with --as vaepar only"
+            )
+        # Parsed by the rules of latent files, so that names are checked in one place.
+        asked = LatentRequest(state=self.state, layout=self.layout)
+        object.__setattr__(self, "state", asked.state)
+        object.__setattr__(self, "layout", asked.layout)

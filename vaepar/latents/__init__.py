@@ -8,7 +8,7 @@ from vaepar.latents.contract import LatentFacts, LatentHeader, LatentLayout, Lat
 from vaepar.latents.header import read_header
 from vaepar.latents.resolve import resolve
 from vaepar.latents.tensors import count_nonfinite, from_vae_output, read_latent, to_vae_input
-from vaepar.latents.writer import LatentRecord, write_latent
+from vaepar.latents.writer import LatentRecord, write_comfyui, write_latent, write_musubi
 
 __all__ = [
     "LatentFacts",
@@ -24,5 +24,7 @@ __all__ = [
     "read_latent",
     "resolve",
     "to_vae_input",
+    "write_comfyui",
     "write_latent",
+    "write_musubi",
 ]

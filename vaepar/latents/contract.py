@@ -173,6 +173,7 @@ class LatentFacts:
         prescale: factor for the stored numbers, applied in float32 before anything else (old ComfyUI files).
         fps: frames per second that the file names, else the family's default; None for pictures.
         original_size: (height, width) before an encoder padded the picture, if the file names it.
+        original_frames: frames before an encoder padded the film, if the file names it.
         seed, prompt: as the file's metadata have them (untrusted, like the metadata).
         decisions: one printable line for each thing that was decided, and why.
     """
@@ -190,6 +191,7 @@ class LatentFacts:
     prescale: float | None = None
     fps: Fraction | None = None
     original_size: tuple[int, int] | None = None
+    original_frames: int | None = None
     seed: str | None = None
     prompt: str | None = None
     decisions: tuple[str, ...] = ()

@@ -90,6 +90,7 @@ def resolve(header: LatentHeader, vae: VaeFacts, request: LatentRequest | None =
         prescale=prescale,
         fps=_fps(case),
         original_size=pair(case, "original_height", "original_width"),
+        original_frames=count(case, "original_frames"),
         seed=text.get("seed", text.get("seeds")),
         prompt=text.get("prompt"),
         decisions=tuple(case.decisions),

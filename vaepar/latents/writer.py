@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vaepar.errors import DiskFullError, OutputError, UsageError
 from vaepar.latents.contract import FAMILY_LAYOUTS, LAYOUT_AXES, LatentLayout, LatentState
-from vaepar.latents.header import FORMAT_KEY, READABLE_DTYPES
+from vaepar.latents.header import COMFYUI_KEY, COMFYUI_VERSION_KEY, FORMAT_KEY, READABLE_DTYPES
 from vaepar.latents.text import shape_text, shown
 from vaepar.latents.vae_facts import VaeFacts
 
@@ -41,6 +41,7 @@ class LatentRecord:
         source: what was encoded.
         prompt: free text.
         original_size: (height, width) before the picture was padded.
+        original_frames: how many frames there were before the film was padded.
 
     Raises:
         UsageError: for values that no file may have.
@@ -60,6 +61,7 @@ class LatentRecord:
     source: str | None = None
     prompt: str | None = None
     original_size: tuple[int, int] | None = None
+    original_frames: int | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in FAMILY_LAYOUTS[self.vae.family]:
@@ -95,6 +97,7 @@ class LatentRecord:
             "prompt": self.prompt,
             "original_height": None if self.original_size is None else self.original_size[0],
             "original_width": None if self.original_size is None else self.original_size[1],
+            "original_frames": self.original_frames,
         }
         # File names may hold bytes that are no text; safetensors takes only text.
         return {
@@ -116,11 +119,58 @@ def write_latent(path: str | os.PathLike[str], tensor: Tensor, record: LatentRec
         UsageError: when the tensor is not what the record says.
         DiskFullError, OutputError: when it cannot be written; no file of that name is left behind then.
     """
+    _check_tensor(tensor, record)
+    _write(Path(path), {"latents": tensor}, record.to_metadata())
+
+
+def write_comfyui(path: str | os.PathLike[str], tensor: Tensor, record: LatentRecord) -> None:
+    """Write a ``.latent`` file as ComfyUI's SaveLatent does: batched, ``latent_tensor`` and an empty version key.
+
+    ComfyUI keeps latents raw, except FLUX.2, whose patched grid it keeps normalised. Arguments and errors are those
+    of :func:`write_latent`; a record of another state or layout is a :class:`UsageError`.
+    """
+    flux2 = record.vae.family == "flux2"
+    state = LatentState.NORM if flux2 else LatentState.RAW
+    layouts = (LatentLayout.GRID128,) if flux2 else (LatentLayout.BCHW, LatentLayout.BCFHW)
+    _require(record, state, layouts, "a ComfyUI latent")
+    _check_tensor(tensor, record)
+    _write(Path(path), {COMFYUI_KEY: tensor, COMFYUI_VERSION_KEY: tensor.new_empty(0)}, {})
+
+
+def write_musubi(path: str | os.PathLike[str], tensor: Tensor, record: LatentRecord) -> None:
+    """Write a file as musubi-tuner's generators do: one item without its batch axis under ``latent``, normalised.
+
+    Args:
+        path: the file; musubi-tuner calls it ``*_latent.safetensors``.
+        tensor: [1, C, H, W] or [1, C, F, H, W].
+        record: its meaning.
+
+    Raises:
+        UsageError: more than one item, or a record of another state or layout. OutputError: as :func:`write_latent`.
+    """
+    layouts = (LatentLayout.BCHW, LatentLayout.BCFHW, LatentLayout.GRID128)
+    _require(record, LatentState.NORM, layouts, "a musubi-tuner latent")
+    _check_tensor(tensor, record)
+    if tensor.shape[0] != 1:
+        raise UsageError(f"a musubi-tuner latent holds one item; {tensor.shape[0]} were given")
+    words = {"height": record.height, "width": record.width, "video_length": record.num_frames, "seeds": record.seed}
+    metadata = {key: str(value) for key, value in words.items() if value is not None}
+    _write(Path(path), {"latent": tensor[0]}, metadata | {"prompt": record.prompt or ""})
+
+
+def _require(record: LatentRecord, state: LatentState, layouts: tuple[LatentLayout, ...], what: str) -> None:
+    if record.state is not state or record.layout not in layouts:
+        wanted = " or ".join(layout.value for layout in layouts)
+        raise UsageError(
+            f"{what} of family '{record.vae.family}' is {state.value} {wanted}; {record.state.value} "
+            f"{record.layout.value} was asked for"
+        )
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     from safetensors.torch import save
 
-    path = Path(path)
-    _check_tensor(tensor, record)
-    data = save({"latents": tensor.detach().cpu().contiguous()}, metadata=record.to_metadata())
+    data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, metadata=metadata)
     temporary = path.with_name(f".{secrets.token_hex(8)}.vaepar-part")
     try:
         try:

@@ -249,6 +249,10 @@ class DistributedVaeExecutor:
 
         return ask
 
+    def shared(self, tensor: Tensor | None) -> Tensor:
+        """The owner's tensor on every rank, inside an agreed block; other ranks give None."""
+        return self._broadcast(tensor) if self.group.size > 1 else _given(tensor)
+
     def _broadcast(self, result: Tensor | None) -> Tensor:
         told = self.group.broadcast_text(
             None if result is None else f"{str(result.dtype).removeprefix('torch.')} {' '.join(map(str, result.shape))}"
@@ -272,6 +276,12 @@ class _MergeAtEnd:
     def result(self) -> Tensor:
         tiles, self._tiles = self._tiles, {}
         return self._merge(tiles, self._grid)
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise UsageError("the owner has no tensor to share")
+    return tensor
 
 
 _HEADER = 9

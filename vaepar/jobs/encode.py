@@ -1,0 +1,238 @@
+"""Pictures and videos in, latents out, which a pipeline, a trainer or ``vaepar decode`` can use."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from torch import Tensor
+
+from vaepar.autoencoders import VaeCapability
+from vaepar.autoencoders.feed import ReaderFeed
+from vaepar.errors import InputError, UsageError
+from vaepar.jobs.inputs import Source, apart
+from vaepar.jobs.models import batch_norm_of
+from vaepar.jobs.plan import Task, fail
+from vaepar.jobs.preview import write_preview
+from vaepar.jobs.report import Observer, Row, RunReport
+from vaepar.jobs.request import EncodeRequest
+from vaepar.jobs.run import BatchRun, Outputs, make_folder
+from vaepar.latents import (
+    LatentLayout,
+    LatentRecord,
+    LatentState,
+    VaeFacts,
+    from_vae_output,
+    write_comfyui,
+    write_latent,
+    write_musubi,
+)
+from vaepar.latents.text import shown
+from vaepar.media import FrameSource, MediaItem, PictureRules, find_media, open_source, parse_frames
+from vaepar.parallel.agreement import agree_on
+from vaepar.parallel.group import RankGroup
+
+_SUFFIXES = {"vaepar": ".safetensors", "comfyui": ".latent", "musubi": "_latent.safetensors"}
+_WRITERS = {"vaepar": write_latent, "comfyui": write_comfyui, "musubi": write_musubi}
+
+
+def run_encode(request: EncodeRequest, group: RankGroup, observer: Observer) -> RunReport:
+    """Encode all files of a request on the ranks of ``group``; every rank calls it and gets the same report.
+
+    Raises:
+        ModelError, UsageError: when the run cannot begin. RankLostError: when a rank has died.
+    """
+    return _EncodeRun(request, group, observer).run()
+
+
+class _EncodeRun(BatchRun):
+    operation = "encode"
+
+    def __init__(self, request: EncodeRequest, group: RankGroup, observer: Observer) -> None:
+        super().__init__(request, group, observer)
+        self.encoding = request
+
+    def check_support(self, capability: VaeCapability) -> None:
+        capability.require_encode(self.request.mode)
+
+    def plan(self, vae: VaeFacts) -> list[Task]:
+        request = self.encoding
+        items = find_media(
+            request.inputs, recursive=request.recursive, frames=request.frames, sequences=vae.takes_frames
+        )
+        sources = apart([_source(item, request, index) for index, item in enumerate(items)])
+        return [_task(source, item, request) for source, item in zip(sources, items, strict=True)]
+
+    def work(self, task: Task, outputs: Outputs) -> None:
+        if task.out_base is None or task.item is None:
+            raise UsageError(f"{shown(task.path)} has no output name")
+        item = _item_from(task.path, task.item)
+        with closing(open_source(item, self._rules())) as source:
+            self._describe(task, source)
+            latent = self._encode(task.row, source)
+            path = output_of(task.out_base, self.encoding)
+            task.row.outputs = [str(path)]
+            if self.is_owner:
+                self._write(path, latent, task, source)
+            task.row.notes = list(source.notes)
+        if self.encoding.preview:
+            with closing(open_source(item, self._rules())) as source:
+                preview = task.out_base.with_name(f"{task.out_base.name}.preview.png")
+                psnr = write_preview(preview, source, self._decoded(latent), speaks=self.is_owner)
+            task.row.outputs.append(str(preview))
+            if psnr is not None:
+                task.row.notes.append(f"PSNR of the decoded latents: {psnr:.2f} dB")
+
+    def _rules(self) -> PictureRules:
+        vae, request = self.source.facts, self.encoding
+        # FLUX.2 normalises latents in 2x2 patches, so its pictures need an even number of latents.
+        even = 2 if vae.family == "flux2" and self._state() is LatentState.NORM else 1
+        multiple = vae.spatial_ratio * even
+        channels = int(vae.config.get("input_channels", vae.config.get("in_channels", 3)))
+        patch = vae.config.get("patch_size")
+        bound = {} if request.max_pixels is None else {"max_pixels": request.max_pixels}
+        return PictureRules(
+            alpha=request.alpha,
+            multiple=(multiple, multiple),
+            fit=request.fit,
+            frames_step=vae.temporal_ratio if vae.takes_frames else None,
+            frames_fit=request.frames_fit,
+            channels=channels // (patch * patch) if isinstance(patch, int) else channels,
+            **bound,
+        )
+
+    def _describe(self, task: Task, source: FrameSource) -> None:
+        """Fill in the row, after the ranks have seen that they hold one file and that this VAE can take it."""
+        row = task.row
+        row.width, row.height, row.frames = source.width, source.height, source.frames
+        row.fps = None if source.fps is None else float(source.fps)
+        agree_on(self.group, f"files {shown(task.path)}", f"{source.frames} x {source.width}x{source.height}")
+        if not self.source.facts.takes_frames and source.frames > 1:
+            raise InputError(
+                f"{source.name}: holds {source.frames} frames; {self.source.facts.class_name} takes single pictures"
+            )
+        self.observer.started(str(task.path), source.frames)
+
+    def _encode(self, row: Row, source: FrameSource) -> Tensor:
+        """The raw latent of the posterior on the owner; on other ranks an empty tensor."""
+        pixels = (1, source.rules.channels, source.frames, source.height, source.width)
+        feed = ReaderFeed(source.read, pixels, self.vae.dtype, self.group.device)
+        selection = self.vae.select_encode_mode(pixels)
+        row.mode, row.mode_reason = selection.mode, selection.reason
+        moments = []
+        with closing(self.vae.encode_chunks(feed)) as chunks:
+            for chunk in chunks:
+                self.stop.check()
+                if chunk is not None:
+                    moments.append(chunk)
+                    self.observer.advanced(1 if len(moments) == 1 else self.source.facts.temporal_ratio)
+        if not self.is_owner:
+            return torch.empty(0)
+        posterior = DiagonalGaussianDistribution(torch.cat(moments, dim=2) if len(moments) > 1 else moments[0])
+        mode = self.encoding.posterior == "mode"
+        latent: Tensor = posterior.mode() if mode else posterior.sample(generator=self._generator(source))
+        return latent
+
+    def _generator(self, source: FrameSource) -> torch.Generator:
+        """Each file's own noise, from the seed and its name: neither the order of files nor the ranks matter."""
+        name = f"{self.encoding.seed}:{Path(source.name).name}"
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+
+    def _state(self) -> LatentState:
+        if self.encoding.target == "comfyui" and self.source.facts.family != "flux2":
+            return LatentState.RAW
+        return self.encoding.state or LatentState.NORM
+
+    def _layout(self) -> LatentLayout:
+        if self.encoding.layout is not None:
+            return self.encoding.layout
+        vae = self.source.facts
+        if vae.family == "flux2" and self._state() is LatentState.NORM:
+            return LatentLayout.GRID128
+        return LatentLayout.BCFHW if vae.takes_frames else LatentLayout.BCHW
+
+    def _write(self, path: Path, latent: Tensor, task: Task, source: FrameSource) -> None:
+        request, vae = self.encoding, self.source.facts
+        bn = batch_norm_of(self.vae)
+        stored = from_vae_output(latent.float(), vae, layout=self._layout(), state=self._state(), bn=_in_float(bn))
+        film = vae.takes_frames and source.frames > 1
+        padded_frames = source.original_frames is not None and source.original_frames < source.frames
+        record = LatentRecord(
+            vae=vae,
+            layout=self._layout(),
+            state=self._state(),
+            height=source.height,
+            width=source.width,
+            num_frames=source.frames,
+            fps=(request.fps or source.fps) if film else None,
+            vae_id=request.model,
+            vae_sha256=self.report.model_sha256,
+            posterior=request.posterior,
+            seed=request.seed if request.posterior == "sample" else None,
+            source=task.path.name,
+            original_size=source.original_size if source.fitted == "pad" else None,
+            original_frames=source.original_frames if padded_frames else None,
+        )
+        make_folder(path.parent)
+        _WRITERS[request.target](path, stored.to(getattr(torch, request.stored)), record)
+
+    def _decoded(self, latent: Tensor) -> Iterator[Tensor]:
+        """The decoded chunks of a latent that the owner holds, [C, t, H, W] on the owner."""
+        latent = self.vae.distributed_executor.shared(latent if self.is_owner else None)
+        with closing(self.vae.decode_chunks(latent.to(self.vae.dtype))) as chunks:
+            for chunk in chunks:
+                self.stop.check()
+                if chunk is not None:
+                    yield chunk[0] if chunk.dim() == 5 else chunk[0][:, None]
+
+
+def output_of(out_base: Path, request: EncodeRequest) -> Path:
+    """The file of one input's latents."""
+    return out_base.with_name(f"{out_base.name}{_SUFFIXES[request.target]}")
+
+
+def _source(item: MediaItem, request: EncodeRequest, index: int) -> Source:
+    if item.problem is not None:
+        return Source(path=item.path, problem=item.problem)
+    parent = item.path.resolve().parent.name
+    name = request.name.format(stem=item.stem, parent=parent, index=f"{index:05d}")
+    return Source(path=item.path, out_base=request.out / item.below / name)
+
+
+def _task(source: Source, item: MediaItem, request: EncodeRequest) -> Task:
+    row = Row(path=str(source.path))
+    task = Task(path=source.path, out_base=source.out_base, row=row)
+    if source.problem is not None or source.out_base is None:
+        fail(row, source.problem or "", source.exit_code)
+        return task
+    task.item = {
+        "kind": item.kind,
+        "stem": item.stem,
+        "files": [str(file) for file in item.files],
+        "frames": None if item.frames is None else str(item.frames),
+    }
+    output = output_of(source.out_base, request)
+    if not request.overwrite and output.is_file() and output.stat().st_size:
+        row.status = "skipped"
+        row.outputs = [str(output)]
+    return task
+
+
+def _item_from(path: Path, value: dict[str, Any]) -> MediaItem:
+    frames = value["frames"]
+    return MediaItem(
+        kind=value["kind"],
+        path=path,
+        stem=value["stem"],
+        files=tuple(Path(file) for file in value["files"]),
+        frames=None if frames is None else parse_frames(frames),
+    )
+
+
+def _in_float(bn: Any) -> Any:
+    return None if bn is None else (bn[0].float(), bn[1].float(), bn[2])
