@@ -14,7 +14,7 @@ from vaepar import __version__
 from vaepar.errors import VaeparError
 from vaepar.launch import World, exit_code_of
 
-from . import bench, decode, env, inspect, models
+from . import bench, decode, encode, env, inspect, models
 from .output import complain
 
 # A command only checks its flags and appends its work here, so that a mistyped flag ends on every rank before any
@@ -29,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("decode")(decode.command)
+app.command("encode")(encode.command)
 app.command("bench")(bench.command)
 app.command("inspect")(inspect.command)
 app.command("models")(models.command)
