@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vaepar.errors import UnsupportedModeError
 from vaepar.layers.context import ShardContext, active_shard
-from vaepar.layers.conv import channels_last, fold_frames, unfold_frames
+from vaepar.layers.inputs import channels_last, fold_frames, unfold_frames
 from vaepar.layers.norm import group_norm
 from vaepar.parallel.halo import gather_parts
 

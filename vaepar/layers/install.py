@@ -10,11 +10,13 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.autoencoders import autoencoder_kl_qwenimage as qwen
 from diffusers.models.autoencoders import autoencoder_kl_wan as wan
 from diffusers.models.downsampling import Downsample2D
+from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from vaepar.errors import UnsupportedModeError
 from vaepar.layers.attention import ShardFrameAttention, ShardSpatialAttention, check_attention
+from vaepar.layers.blocks import ShardCausalResidualBlock, ShardResnetBlock2D
 from vaepar.layers.conv import ShardCausalConv3d, ShardConv2d, pad_mode
 from vaepar.layers.norm import ShardGroupNorm, ShardRMSNorm, ShardSiLU
 from vaepar.layers.resample import ShardDownsample2D, ShardUpsample2D, ShardUpsampleConv, ShardZeroPad2d
@@ -40,6 +42,10 @@ class WanDistAttentionBlock(ShardFrameAttention, wan.WanAttentionBlock):
     """Wan's attention within a frame."""
 
 
+class WanDistResidualBlock(ShardCausalResidualBlock, wan.WanResidualBlock):
+    """Wan's residual block."""
+
+
 class QwenImageDistCausalConv3d(ShardCausalConv3d, qwen.QwenImageCausalConv3d):
     """Qwen-Image's causal convolution."""
 
@@ -52,17 +58,23 @@ class QwenImageDistAttentionBlock(ShardFrameAttention, qwen.QwenImageAttentionBl
     """Qwen-Image's attention within a frame."""
 
 
+class QwenImageDistResidualBlock(ShardCausalResidualBlock, qwen.QwenImageResidualBlock):
+    """Qwen-Image's residual block."""
+
+
 _SHARED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: ShardConv2d,
     nn.GroupNorm: ShardGroupNorm,
     nn.SiLU: ShardSiLU,
     nn.ZeroPad2d: ShardZeroPad2d,
     Attention: ShardSpatialAttention,
+    ResnetBlock2D: ShardResnetBlock2D,
     Upsample2D: ShardUpsample2D,
     Downsample2D: ShardDownsample2D,
     qwen.QwenImageCausalConv3d: QwenImageDistCausalConv3d,
     qwen.QwenImageRMS_norm: QwenImageDistRMSNorm,
     qwen.QwenImageAttentionBlock: QwenImageDistAttentionBlock,
+    qwen.QwenImageResidualBlock: QwenImageDistResidualBlock,
 }
 
 _WAN: dict[type[nn.Module], type[nn.Module]] = {
@@ -72,6 +84,7 @@ _WAN: dict[type[nn.Module], type[nn.Module]] = {
     wan.WanCausalConv3d: WanDistCausalConv3d,
     wan.WanRMS_norm: WanDistRMSNorm,
     wan.WanAttentionBlock: WanDistAttentionBlock,
+    wan.WanResidualBlock: WanDistResidualBlock,
 }
 
 # Layers without children that treat every position alike, so that they need nothing from other ranks.
@@ -119,12 +132,17 @@ def _check(module: nn.Module, name: str) -> None:
     if isinstance(module, nn.Conv2d):
         pad_mode(module.padding_mode)
     plain = True
+    if isinstance(module, ResnetBlock2D):
+        plain = module.time_emb_proj is None and module.upsample is None and module.downsample is None
+        plain = plain and module.time_embedding_norm != "scale_shift"
     if isinstance(module, Upsample2D):
         plain = module.use_conv and module.interpolate and module.norm is None and _is_same_conv(module.conv)
     if isinstance(module, Downsample2D):
         plain = module.use_conv and module.norm is None
     if not plain:
-        raise UnsupportedModeError(f"a spatial shard has no counterpart for this variant of resampling, layer '{name}'")
+        raise UnsupportedModeError(
+            f"a spatial shard has no counterpart for this variant of {type(module).__name__}, layer '{name}'"
+        )
 
 
 def _is_upsample_conv(module: nn.Sequential) -> bool:

@@ -13,7 +13,8 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from vaepar.layers.context import ShardContext, active_shard
-from vaepar.layers.conv import Stencil, convolve_maps, shard_input
+from vaepar.layers.conv import convolve_maps
+from vaepar.layers.inputs import Stencil, shard_input
 from vaepar.parallel.shards import Window
 
 _EXACT_DTYPES = (torch.float32, torch.float64)

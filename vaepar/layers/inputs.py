@@ -1,0 +1,189 @@
+"""What a convolution reads on one rank: its own rows, the halo, earlier frames, and zeros at the picture's edges.
+
+Shapes: b batch, c channels, t frames, h and w the local height and width; the sharded axis is one of h and w.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vaepar.errors import UsageError
+from vaepar.layers.context import ShardContext
+from vaepar.parallel.halo import HaloExchange
+from vaepar.parallel.shards import HaloPlan, Layout, Window, halo_plan
+
+Pieces = list[tuple[int, Tensor]]
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """``x`` with channels innermost in memory.
+
+    oneDNN convolves 1.2 to 3 times faster from this format on AVX-512 processors (24 to 128 channels, float32), and a
+    norm over channels reads it 10 times faster.
+    """
+    inner = x.movedim(1, -1).contiguous()
+    # The view settles the strides of axes of length 1. Where those are odd, a convolution takes the map for a
+    # channels_first one and converts it back and forth.
+    return inner.view(-1).view(inner.shape).movedim(-1, 1)
+
+
+def fold_frames(x: Tensor) -> Tensor:
+    """[b, c, t, h, w] as [b * t, c, h, w]; a view where ``x`` is channels_last."""
+    return channels_last(x).movedim(1, -1).flatten(0, 1).movedim(-1, 1)
+
+
+def unfold_frames(x: Tensor, batch: int) -> Tensor:
+    """[b * t, c, h, w] as [b, c, t, h, w]."""
+    frames: Tensor = channels_last(x).movedim(1, -1).unflatten(0, (batch, -1))
+    return frames.movedim(-1, 1)
+
+
+@dataclass(frozen=True)
+class Stencil:
+    """The windows of a convolution along both axes of the picture."""
+
+    height: Window
+    width: Window
+
+    def along(self, dim: int) -> Window:
+        return self.height if dim == -2 else self.width
+
+    @property
+    def pointwise(self) -> bool:
+        """True when each output position reads its own input position and nothing else."""
+        return self.height == self.width == Window(1)
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        return self.height.stride, self.width.stride
+
+    @property
+    def dilations(self) -> tuple[int, int]:
+        return self.height.dilation, self.width.dilation
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The layer whose halo rows are kept for its next call, and of how many of the last frames."""
+
+    layer: nn.Module
+    frames: int
+
+
+def shard_input(
+    context: ShardContext,
+    x: Tensor,
+    stencil: Stencil,
+    *,
+    keep: Keep | None = None,
+    cached: Tensor | None = None,
+    zeros: int = 0,
+) -> tuple[Tensor, tuple[int, int]]:
+    """What a convolution has to read for this rank's rows of its output, and the padding left to its kernel (h, w).
+
+    The input is allocated once and written once; where nothing has to be added it is ``x`` itself.
+
+    Args:
+        x: own rows, [b, c, h, w] or [b, c, t, h, w].
+        keep: the layer that may need the halo rows again.
+        cached: frames before ``x``, own rows only.
+        zeros: frames of zeros before those.
+    """
+    x = channels_last(x)
+    window, other = stencil.along(context.dim), stencil.along(context.other_dim)
+    plan = context_plan(context, x, window)
+    halos: Pieces = []
+    pad = 0
+    if plan is not None:
+        if plan.receives or plan.sends:
+            halos = _fetch(context, plan, x, keep, cached)
+        if plan.local and not plan.before and not plan.after:
+            plan = None
+    elif window.mode == "zeros" and window.before == window.after:
+        pad = window.before  # the whole picture is here: the kernel pads by itself and nothing is copied
+    else:
+        layout = Layout((0, x.shape[context.dim]))
+        plan = halo_plan(layout, window.target(layout), window, 0)
+    if plan is not None:
+        x = _build(x, context.dim, plan, halos, cached, zeros)
+    elif cached is not None or zeros:
+        x = _prepend(x, cached, zeros)
+    x, other_pad = _pad_other(x, other, context.other_dim)
+    return x, ((pad, other_pad) if context.dim == -2 else (other_pad, pad))
+
+
+def context_plan(context: ShardContext, x: Tensor, window: Window) -> HaloPlan | None:
+    """What this rank exchanges for ``window``; None when it owns the whole picture."""
+    if context.alone:
+        return None
+    source = context.layout_of(x)
+    return halo_plan(source, context.target_of(source, window), window, context.group.rank)
+
+
+def keep_halos(context: ShardContext, keep: Keep | None, halos: Pieces) -> None:
+    """Store the halo rows of the last frames, so that they do not travel again when those frames are cached."""
+    if keep is not None and keep.frames:
+        pieces = [(start, piece[:, :, -keep.frames :].clone()) for start, piece in halos]
+        context.store["halo", id(keep.layer)] = pieces
+
+
+def _fetch(context: ShardContext, plan: HaloPlan, x: Tensor, keep: Keep | None, cached: Tensor | None) -> Pieces:
+    """The halo rows of ``x``, behind those of the cached frames where there are any."""
+    kept: Pieces | None = None if keep is None else context.store.pop(("halo", id(keep.layer)), None)
+    if cached is not None and kept is None:
+        raise UsageError("a layer got cached frames of another request; a shard fills its cache itself")
+    halos = HaloExchange(context.group, plan, x, context.dim, context.pool).finish()
+    if cached is not None and kept is not None:
+        halos = [(start, torch.cat([old, new], 2)) for (start, old), (_, new) in zip(kept, halos, strict=True)]
+    keep_halos(context, keep, halos)
+    return halos
+
+
+def _build(x: Tensor, dim: int, plan: HaloPlan, halos: Pieces, cached: Tensor | None, zeros: int) -> Tensor:
+    """Own rows, halo rows, zeros at the picture's edges and earlier frames in one new map."""
+    mirrored = plan.gather is not None
+    before, after = (0, 0) if mirrored else (plan.before, plan.after)
+    shape = list(x.shape)
+    shape[dim] = before + plan.stop - plan.start + after
+    frames = 0 if cached is None else cached.shape[2]
+    if x.ndim == 5:
+        shape[2] += zeros + frames
+    memory_format = torch.channels_last_3d if x.ndim == 5 else torch.channels_last
+    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
+    out.narrow(dim, 0, before).zero_()
+    out.narrow(dim, shape[dim] - after, after).zero_()
+    if zeros:
+        out[:, :, :zeros].zero_()
+    filled = out[:, :, zeros:] if x.ndim == 5 else out
+    low, high = max(plan.own[0], plan.start), min(plan.own[1], plan.stop)
+    if low < high:
+        own = filled.narrow(dim, before + low - plan.start, high - low)
+        if cached is not None:
+            own[:, :, :frames].copy_(cached.narrow(dim, low - plan.own[0], high - low))
+        (own[:, :, frames:] if x.ndim == 5 else own).copy_(x.narrow(dim, low - plan.own[0], high - low))
+    for start, piece in halos:
+        filled.narrow(dim, before + start - plan.start, piece.shape[dim]).copy_(piece)
+    if plan.gather is not None:
+        return out.index_select(dim, torch.tensor(plan.gather, device=x.device))
+    return out
+
+
+def _prepend(x: Tensor, cached: Tensor | None, zeros: int) -> Tensor:
+    frames = [x.new_zeros((*x.shape[:2], zeros, *x.shape[3:]))] if zeros else []
+    frames += [] if cached is None else [cached]
+    return torch.cat([channels_last(part) for part in (*frames, x)], 2)
+
+
+def _pad_other(x: Tensor, window: Window, dim: int) -> tuple[Tensor, int]:
+    """Padding along the axis that is whole on every rank: left to the kernel where the kernel can do it."""
+    if window.mode == "zeros" and window.before == window.after:
+        return x, window.before
+    pad = (0, 0, window.before, window.after) if dim == -2 else (window.before, window.after, 0, 0)
+    mode = "constant" if window.mode == "zeros" else window.mode
+    if x.ndim == 4:
+        return channels_last(F.pad(x, pad, mode)), 0
+    return channels_last(unfold_frames(F.pad(fold_frames(x), pad, mode), x.shape[0])), 0
