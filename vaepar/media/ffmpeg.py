@@ -90,7 +90,7 @@ def count_packets(file: Path, what: str) -> int:
 class EncoderProcess:
     """One running ffmpeg that reads raw frames from its standard input.
 
-    It has a session of its own: a Ctrl-C in the terminal reaches it neither, else it would close the file as if it
+    It has a session of its own: a Ctrl-C in the terminal does not reach it, else it would close the file as if it
     were whole. Its messages go to an unnamed file, so they can neither block it nor grow in memory.
 
     Args:
