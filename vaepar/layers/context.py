@@ -39,7 +39,8 @@ class ShardContext:
         self.other_dim = -1 if axis == "height" else -2
         self.pool = BufferPool()
         self.store: dict[Hashable, Any] = {}
-        self._layouts: dict[int, Layout] = {}
+        self._ranks = layouts[0].ranks
+        self._layouts: dict[int, Layout | None] = {}  # None: maps of several layouts have this many rows here
         self._targets: dict[tuple[Layout, Window], Layout] = {}
         self._deferred: tuple[int, int, int, int] | None = None
         for layout in layouts:
@@ -48,7 +49,7 @@ class ShardContext:
     @property
     def alone(self) -> bool:
         """True when one rank owns every row, so that nothing is ever exchanged."""
-        return next(iter(self._layouts.values())).ranks == 1
+        return self._ranks == 1
 
     def layout_of(self, rows: Tensor) -> Layout:
         """The layout of the map of which ``rows`` is this rank's part, [..., H, W]."""
@@ -59,7 +60,7 @@ class ShardContext:
         if layout is None:
             raise UsageError(
                 f"rank {self.group.rank} met a map with {local} rows of its own, which is no part of this shard; "
-                f"its maps have {sorted(self._layouts)}"
+                f"its maps have {sorted(n for n, known in self._layouts.items() if known is not None)}"
             )
         return layout
 
@@ -68,9 +69,7 @@ class ShardContext:
         key = (source, window)
         if key not in self._targets:
             extent = window.out_extent(source.extent)
-            if extent < 1:
-                raise UsageError(f"a window of {window.reach} rows gives nothing from a map of {source.extent} rows")
-            known = [layout for layout in self._layouts.values() if layout.extent == extent]
+            known = [layout for layout in self._layouts.values() if layout is not None and layout.extent == extent]
             target = source if window.stride == 1 and extent == source.extent else None
             target = target or (known[0] if known else window.target(source))
             self._register(target)
@@ -97,10 +96,7 @@ class ShardContext:
     def _register(self, layout: Layout) -> None:
         local = layout.length(self.group.rank)
         if self._layouts.setdefault(local, layout) != layout:
-            raise UsageError(
-                f"rank {self.group.rank} owns {local} rows of two maps ({self._layouts[local].extent} and "
-                f"{layout.extent} rows); a shard cannot tell them apart"
-            )
+            self._layouts[local] = None
 
 
 def active_shard() -> ShardContext | None:

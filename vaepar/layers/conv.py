@@ -19,10 +19,10 @@ from vaepar.layers.inputs import (
     Pieces,
     Stencil,
     channels_last,
-    context_plan,
     fold_frames,
     keep_halos,
     shard_input,
+    shard_plan,
     unfold_frames,
 )
 from vaepar.parallel.halo import HaloExchange
@@ -89,14 +89,14 @@ def convolve_maps(
     x = channels_last(x)
     if stencil.pointwise and groups == 1:
         return F.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
-    plan = context_plan(context, x, stencil.along(context.dim))
+    plan = shard_plan(context, x, stencil)
     mend = plan is not None and _can_mend(plan, stencil.along(context.dim), stencil.along(context.other_dim))
     exchange = None
     if plan is not None and mend:
         exchange = HaloExchange(context.group, plan, x, context.dim, context.pool)
         read, padding = x, (stencil.height.before, stencil.width.before)
     else:
-        read, padding = shard_input(context, x, stencil, keep=keep)
+        read, padding = shard_input(context, x, stencil, plan, keep=keep)
 
     def convolve(rows: Tensor, padding: tuple[int, int]) -> Tensor:
         maps = fold_frames(rows) if rows.ndim == 5 else rows
@@ -154,7 +154,8 @@ def causal_convolve(context: ShardContext, conv: ShardCausalConv3d, x: Tensor, c
     if conv.stride[0] == 1 and (lone or conv.kernel_size[0] == 1):
         # All taps but the last meet frames of zeros, or there are none: what is left is a 2-D convolution.
         return convolve_maps(context, x, conv.weight[:, :, -1], conv.bias, stencil, conv.groups, keep)
-    x, padding = shard_input(context, x, stencil, keep=keep, cached=cached, zeros=zeros)
+    plan = shard_plan(context, x, stencil)
+    x, padding = shard_input(context, x, stencil, plan, keep=keep, cached=cached, zeros=zeros)
     if stencil.pointwise:
         return _convolve_times(conv, x)
     return _convolve_frames(conv, x, (0, *padding))

@@ -78,6 +78,7 @@ def shard_input(
     context: ShardContext,
     x: Tensor,
     stencil: Stencil,
+    plan: HaloPlan | None,
     *,
     keep: Keep | None = None,
     cached: Tensor | None = None,
@@ -89,13 +90,13 @@ def shard_input(
 
     Args:
         x: own rows, [b, c, h, w] or [b, c, t, h, w].
+        plan: that of :func:`shard_plan`.
         keep: the layer that may need the halo rows again.
         cached: frames before ``x``, own rows only.
         zeros: frames of zeros before those.
     """
     x = channels_last(x)
     window, other = stencil.along(context.dim), stencil.along(context.other_dim)
-    plan = context_plan(context, x, window)
     halos: Pieces = []
     pad = 0
     if plan is not None:
@@ -116,10 +117,11 @@ def shard_input(
     return x, ((pad, other_pad) if context.dim == -2 else (other_pad, pad))
 
 
-def context_plan(context: ShardContext, x: Tensor, window: Window) -> HaloPlan | None:
-    """What this rank exchanges for ``window``; None when it owns the whole picture."""
+def shard_plan(context: ShardContext, x: Tensor, stencil: Stencil) -> HaloPlan | None:
+    """What this rank exchanges for a convolution of ``x``; None when it owns the whole picture."""
     if context.alone:
         return None
+    window = stencil.along(context.dim)
     source = context.layout_of(x)
     return halo_plan(source, context.target_of(source, window), window, context.group.rank)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vaepar.layers.context import ShardContext, active_shard
 from vaepar.layers.conv import convolve_maps
-from vaepar.layers.inputs import Stencil, shard_input
+from vaepar.layers.inputs import Stencil, shard_input, shard_plan
 from vaepar.parallel.shards import Window
 
 _EXACT_DTYPES = (torch.float32, torch.float64)
@@ -84,7 +84,8 @@ def upsample_conv(context: ShardContext, x: Tensor, weight: Tensor, bias: Tensor
         return convolve_maps(context, large, weight, bias, Stencil(window, window))
     window = Window(3, before=1, after=1)
     height, width = x.shape[-2:]
-    x, padding = shard_input(context, x, Stencil(window, window))
+    stencil = Stencil(window, window)
+    x, padding = shard_input(context, x, stencil, shard_plan(context, x, stencil))
     phases = F.conv2d(x, _phase_weight(weight), None if bias is None else bias.repeat(4), padding=padding)
     channels = weight.shape[0]
     out = torch.empty(

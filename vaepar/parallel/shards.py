@@ -115,9 +115,18 @@ class Window:
         return (extent + self.before + self.after - self.reach) // self.stride + 1
 
     def target(self, source: Layout) -> Layout:
-        """A layout of the output for which rows stay where they are read: input bounds divided by the stride."""
+        """A layout of the output for which rows stay where they are read: input bounds divided by the stride.
+
+        Raises :class:`UsageError` when the output has fewer rows than ``source`` has ranks.
+        """
         extent = self.out_extent(source.extent)
+        if extent < source.ranks:
+            raise UsageError(
+                f"{source.extent} rows on {source.ranks} ranks become {max(extent, 0)}; each rank needs one"
+            )
         inner = [-(-bound // self.stride) for bound in source.bounds[1:-1]]
+        if inner and inner[-1] >= extent:
+            return split_rows(extent, source.ranks)
         return Layout((0, *inner, extent))
 
     def padded(self, before: int, after: int) -> Window:
