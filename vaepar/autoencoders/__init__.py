@@ -5,6 +5,7 @@ from vaepar.autoencoders.autoencoder_kl_flux2 import DistributedAutoencoderKLFlu
 from vaepar.autoencoders.autoencoder_kl_qwenimage import DistributedAutoencoderKLQwenImage
 from vaepar.autoencoders.autoencoder_kl_wan import DistributedAutoencoderKLWan
 from vaepar.autoencoders.capability import VaeCapability
+from vaepar.autoencoders.distribute import distribute
 from vaepar.autoencoders.mixin import DistributedVaeMixin
 from vaepar.autoencoders.registry import adapter_for, capabilities
 
@@ -17,4 +18,5 @@ __all__ = [
     "VaeCapability",
     "adapter_for",
     "capabilities",
+    "distribute",
 ]

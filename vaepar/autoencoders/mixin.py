@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vaepar.autoencoders.capability import VaeCapability
 from vaepar.autoencoders.feed import FrameFeed
+from vaepar.autoencoders.naming import SavedAsDiffusers
 from vaepar.autoencoders.selection import DIRECT, Selection, select
 from vaepar.autoencoders.spatial import shard_decode_chunks, shard_encode
 from vaepar.autoencoders.tiling import BlendMerge, TilePlan
@@ -35,7 +36,7 @@ from vaepar.parallel.torch_group import default_group
 logger = logging.getLogger(__name__)
 
 
-class DistributedVaeMixin:
+class DistributedVaeMixin(SavedAsDiffusers):
     """Makes a diffusers VAE decode over the ranks of a group.
 
     A family subclasses its diffusers class and this mixin and brings ``capability``, ``tile_plan``, ``needs_tiling``,
