@@ -87,6 +87,8 @@ _WAN: dict[type[nn.Module], type[nn.Module]] = {
     wan.WanResidualBlock: WanDistResidualBlock,
 }
 
+_WAN_LAYERS = (wan.WanCausalConv3d, wan.WanRMS_norm, wan.WanAttentionBlock, wan.WanResample)
+
 # Layers without children that treat every position alike, so that they need nothing from other ranks.
 _LOCAL = (nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.Mish, nn.Upsample, wan.AvgDown3D, wan.DupUp3D)
 
@@ -104,7 +106,7 @@ def install_shards(*parts: nn.Module | None) -> None:
     for part in parts:
         if part is None:
             continue
-        table = _WAN if any(isinstance(module, wan.WanCausalConv3d) for module in part.modules()) else _SHARED
+        table = _WAN if any(isinstance(module, _WAN_LAYERS) for module in part.modules()) else _SHARED
         for name, module in part.named_modules():
             new = _sharded_class(module, name, table)
             if new is not None:

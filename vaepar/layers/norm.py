@@ -14,7 +14,7 @@ from vaepar.parallel.halo import gather_parts
 
 # torch sums a channel of a channels_last map one position after the other: over 400000 positions a variance is off by
 # 1e-4, and its own GroupNorm, which subtracts squares, by 1e-3 of the result. Over blocks of this size 1e-6 is kept.
-_BLOCK_POSITIONS = 8192
+_BLOCK_POSITIONS = 4096
 
 _RMS_FLOOR = 1e-12  # that of torch.nn.functional.normalize, which Wan and Qwen-Image call
 
