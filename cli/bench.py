@@ -6,12 +6,11 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from vaepar import launch
 from vaepar.config import VaeParallelMode
@@ -26,95 +25,97 @@ from vaepar.jobs.bench_request import (
     parse_ranks,
     parse_shapes,
 )
-from vaepar.jobs.request import DTYPES
 
-from .output import complain, console, human_bytes, safe, set_up_logging
+from . import options
+from .bench_tables import print_report
+from .options import MODEL, OUTPUT, PARALLEL
+from .output import complain, console, safe, set_up_logging
+from .start import Start
 
 if TYPE_CHECKING:
-    from vaepar.jobs.bench_report import BenchReport, Row
-    from vaepar.jobs.bench_statistics import Difference, Ratio
+    from vaepar.jobs.bench import Progress
 
-_MODES = ", ".join(mode.value for mode in VaeParallelMode)
-_MODEL, _WHAT, _HOW, _OUT = "Model", "What is measured", "How", "Output"
+_MODE_NAMES = ", ".join(mode.value for mode in VaeParallelMode)
+_MEASURED = "What is measured"
 _EVERY_SECONDS = 10.0
+
+# Not the shared option: its environment variable would contradict --family.
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Model folder, hub id, or 'demo', not a family.", rich_help_panel=MODEL),
+]
+Family = Annotated[
+    str | None,
+    typer.Option(
+        help=f"A model with random weights: {', '.join(FAMILIES)} (default: {DEFAULT_FAMILY}).", rich_help_panel=MODEL
+    ),
+]
+Scale = Annotated[
+    str | None,
+    typer.Option(help=f"Its size: {', '.join(SCALES)} (default: {DEFAULT_SCALE}).", rich_help_panel=MODEL),
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape",
+        help="Latents: HxW, TxHxW or BxCxTxHxW (BxCxHxW for pictures); a comma list, or given again.",
+        rich_help_panel=_MEASURED,
+    ),
+]
+Modes = Annotated[str, typer.Option(help=f"A comma list of {_MODE_NAMES}.", rich_help_panel=_MEASURED)]
+Operation = Annotated[str, typer.Option(help=f"One of {', '.join(OPERATIONS)}.", rich_help_panel=_MEASURED)]
+Ranks = Annotated[
+    str | None,
+    typer.Option(
+        help="Processes to start here, or a comma list of numbers to compare (default: one for each GPU, else 1).",
+        rich_help_panel=_MEASURED,
+    ),
+]
+Repeats = Annotated[int, typer.Option(help="Measured passes of each case.", rich_help_panel=_MEASURED)]
+Warmup = Annotated[int, typer.Option(help="Unmeasured passes before them.", rich_help_panel=_MEASURED)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of a rank (default: 1).", rich_help_panel=PARALLEL)]
+FramesPerStep = Annotated[
+    int | None, typer.Option(help="Latent frames of one step of a spatial shard.", rich_help_panel=PARALLEL)
+]
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write everything, each repeat too, as JSON.", rich_help_panel=OUTPUT)
+]
+Plot = Annotated[Path | None, typer.Option(help="Draw speed-up and memory over ranks (.png).", rich_help_panel=OUTPUT)]
 
 
 def command(
     ctx: typer.Context,
-    model: str | None = typer.Option(
-        None, "--model", "-m", help="Model folder, hub id, or 'demo' (instead of a family).", rich_help_panel=_MODEL
-    ),
-    family: str | None = typer.Option(
-        None,
-        "--family",
-        help=f"A model with random weights: {', '.join(FAMILIES)} (default: {DEFAULT_FAMILY}).",
-        rich_help_panel=_MODEL,
-    ),
-    scale: str | None = typer.Option(
-        None, "--scale", help=f"Its size: {', '.join(SCALES)} (default: {DEFAULT_SCALE}).", rich_help_panel=_MODEL
-    ),
-    variant: str | None = typer.Option(None, "--variant", help="Weight variant, as in fp16.", rich_help_panel=_MODEL),
-    no_download: bool = typer.Option(
-        False, "--no-download", help="Use only what is on this machine.", rich_help_panel=_MODEL
-    ),
-    dtype: str = typer.Option("auto", "--dtype", help=f"One of {', '.join(DTYPES)}.", rich_help_panel=_MODEL),
-    shape: list[str] = typer.Option(
-        [],
-        "--shape",
-        help="Latents: HxW, TxHxW or BxCxTxHxW (BxCxHxW for pictures); a comma list, or given again.",
-        show_default=False,
-        rich_help_panel=_WHAT,
-    ),
-    modes: str = typer.Option("tile,auto", "--modes", help=f"A comma list of {_MODES}.", rich_help_panel=_WHAT),
-    operation: str = typer.Option(
-        "decode", "--operation", help=f"One of {', '.join(OPERATIONS)}.", rich_help_panel=_WHAT
-    ),
-    ranks: str | None = typer.Option(
-        None,
-        "--ranks",
-        help="Processes to start here, or a comma list of numbers to compare (default: one for each GPU, else 1).",
-        rich_help_panel=_WHAT,
-    ),
-    device: str = typer.Option("auto", "--device", help=f"One of {', '.join(launch.DEVICES)}.", rich_help_panel=_HOW),
-    threads: int | None = typer.Option(
-        None, "--threads", help="CPU threads of each rank (default: 1).", rich_help_panel=_HOW
-    ),
-    tile_size: int | None = typer.Option(
-        None, "--tile-size", help="Side of a tile in pixels (default: the VAE's own).", rich_help_panel=_HOW
-    ),
-    tile_stride: int | None = typer.Option(
-        None,
-        "--tile-stride",
-        help="Pixels between the starts of two tiles (default: three quarters of the tile size).",
-        rich_help_panel=_HOW,
-    ),
-    frames_per_step: int | None = typer.Option(
-        None, "--frames-per-step", help="Latent frames of one step of a spatial shard.", rich_help_panel=_HOW
-    ),
-    repeats: int = typer.Option(3, "--repeats", help="Measured passes of each case.", rich_help_panel=_HOW),
-    warmup: int = typer.Option(1, "--warmup", help="Unmeasured passes before them.", rich_help_panel=_HOW),
-    timeout: float = typer.Option(
-        300, "--timeout", min=1, help="Seconds to wait for ranks that do not come.", rich_help_panel=_HOW
-    ),
-    json: Path | None = typer.Option(
-        None, "--json", help="Write everything, each repeat too, as JSON.", rich_help_panel=_OUT
-    ),
-    plot: Path | None = typer.Option(
-        None, "--plot", help="Draw speed-up and memory over ranks (.png).", rich_help_panel=_OUT
-    ),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress.", rich_help_panel=_OUT),
+    model: Model = None,
+    family: Family = None,
+    scale: Scale = None,
+    shape: Shapes = None,
+    modes: Modes = "tile,auto",
+    operation: Operation = "decode",
+    ranks: Ranks = None,
+    repeats: Repeats = 3,
+    warmup: Warmup = 1,
+    threads: Threads = None,
+    device: options.Device = "auto",
+    timeout: options.Timeout = 300,
+    tile_size: options.TileSize = None,
+    tile_stride: options.TileStride = None,
+    frames_per_step: FramesPerStep = None,
+    dtype: options.Dtype = "auto",
+    variant: options.Variant = None,
+    no_download: options.NoDownload = False,
+    json: Json = None,
+    plot: Plot = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure how fast, how large and how exact the parallel modes are on this machine."""
-    if device not in launch.DEVICES:
-        raise UsageError(f"--device is '{device}'; it is one of {', '.join(launch.DEVICES)}")
     if plot is not None:
         _check_plot(plot)
-    request = partial(
+    make = partial(
         BenchRequest,
+        model=model,
         family=family,
         scale=scale,
-        model=model,
-        shapes=parse_shapes(shape),
+        shapes=parse_shapes(shape or []),
         modes=parse_modes(modes),
         operation=operation,
         repeats=repeats,
@@ -122,17 +123,17 @@ def command(
         threads=threads,
         tile_size=tile_size,
         tile_stride=tile_stride,
-        dtype=dtype,
-        device=device,
         frames_per_step=frames_per_step,
+        dtype=dtype,
         variant=variant,
         allow_download=not no_download,
         json=json,
         plot=plot,
     )
     counts = None if ranks is None else parse_ranks(ranks)
-    request(ranks=counts or (1,))  # what is wrong with the flags is said before any rank starts
-    ctx.obj.append(partial(_run, request, counts, timeout, quiet))
+    where = Start(ranks=None if counts is None else counts[-1], device=device, timeout=timeout)
+    make(ranks=counts or (1,))  # what is wrong with the flags is said before any rank starts
+    ctx.obj.append(lambda: _run(make, counts, where, quiet))
 
 
 def _check_plot(path: Path) -> None:
@@ -143,26 +144,25 @@ def _check_plot(path: Path) -> None:
     require_matplotlib()
 
 
-def _run(make: partial[BenchRequest], counts: tuple[int, ...] | None, timeout: float, quiet: bool) -> int:
+def _run(make: partial[BenchRequest], counts: tuple[int, ...] | None, where: Start, quiet: bool) -> int:
     world = launch.World.from_environment()
     speaks = world.rank == 0
     set_up_logging(verbose=False, quiet=quiet, speaks=speaks)
-    most = launch.choose_ranks(None if counts is None else counts[-1], make.keywords["device"], world)
+    most = launch.choose_ranks(where.ranks, where.device, world)
     request = make(ranks=counts or (most,))
     if most > 1 and not world.launched:
         launch.check_memory(most, _weight_bytes(request))
         return launch.start_ranks(sys.argv[1:], most)
     from vaepar.jobs.bench import SilentProgress, run_bench
 
-    with launch.joined(world, request.device, timeout) as group:
-        watching = _progress(quiet) if speaks else SilentProgress()
+    with launch.joined(world, where.device, where.timeout) as group:
+        watching = SilentProgress() if quiet or not speaks else _progress()
         try:
             report = run_bench(request, group, watching)
         finally:
-            if (stop := getattr(watching, "stop", None)) is not None:
-                stop()
+            watching.stop()
         if speaks:
-            _print(report)
+            print_report(report)
         group.gather_values(0)  # a launcher stops all ranks when the first one ends with an error: leave together
     return 0
 
@@ -213,113 +213,9 @@ class _LineProgress:
             self._said = time.monotonic()
             complain(f"[{self._done}/{self._passes}] {text}")
 
+    def stop(self) -> None:
+        return None
 
-def _progress(quiet: bool) -> Any:
-    if quiet:
-        from vaepar.jobs.bench import SilentProgress
 
-        return SilentProgress()
+def _progress() -> Progress:
     return _BarProgress() if sys.stderr.isatty() else _LineProgress()
-
-
-def _print(report: BenchReport) -> None:
-    """The tables, on standard output."""
-    out = console(data=True)
-    machine, settings, model = report.machine, report.settings, report.model
-    gpus = f"; GPUs: {', '.join(machine['gpus'])}" if machine["gpus"] else ""
-    lines = [
-        f"{report.operation}: {model['class']} ({model['name']}), {model['dtype']}, {model['parameters']:,} parameters",
-        f"machine: {machine['cpu']}, {machine['cores']} core(s), {human_bytes(machine['memory_bytes'])}, "
-        f"torch {machine['torch']}, diffusers {machine['diffusers']}; {settings['threads_per_rank']} thread(s) a rank"
-        + gpus,
-        f"{settings['repeats']} repeat(s) of every case in turn, after {settings['warmup']} warm-up(s); "
-        "median [min .. max]",
-    ]
-    for line in lines:
-        out.print(safe(line), soft_wrap=True)
-    for result in report.results:
-        rows = result.rows()
-        out.print()
-        out.print(safe(f"latent {'x'.join(map(str, result.shape))}"), soft_wrap=True)
-        out.print(_speed_table(rows))
-        out.print()
-        out.print(_cost_table(rows))
-        for measured in result.cases:
-            for note in measured.notes:
-                out.print(safe(f"{measured.case.name}, {measured.case.ranks} rank(s): {note}"), soft_wrap=True)
-    out.print()
-    out.print(safe(_LEGEND), soft_wrap=True)
-    for note in report.notes:
-        out.print(safe(f"note: {note}"), soft_wrap=True)
-
-
-_LEGEND = (
-    "vs one rank: the same work on one rank. vs stock: diffusers tiled for tile, untiled for the rest; same threads: "
-    "as many as all ranks have. memory: highest of a rank during a pass less the level before it (weights are not in "
-    "it). messages and bytes: of all ranks; rounds: times that a rank waited for others. Differences of pixels in "
-    "[-1, 1] from stock diffusers' untiled and serially tiled result."
-)
-
-
-def _speed_table(rows: list[Row]) -> Table:
-    table = _table("case", "runs", "ranks", "threads", "seconds", "vs one rank", "efficiency")
-    table.add_column("vs stock one thread", justify="right")
-    table.add_column("vs stock same threads", justify="right")
-    for row in rows:
-        seconds = row.failed or "not measured"
-        if row.latency is not None:
-            seconds = f"{row.latency.median:.3f} [{row.latency.minimum:.3f} .. {row.latency.maximum:.3f}]"
-        cells = (
-            *_names(row),
-            str(row.case.threads),
-            seconds,
-            _times(row.speed_up),
-            "" if row.efficiency is None else f"{row.efficiency:.0%}",
-            _times(row.stock_one_thread),
-            _times(row.stock_same_threads),
-        )
-        table.add_row(*(safe(cell) for cell in cells))
-    return table
-
-
-def _cost_table(rows: list[Row]) -> Table:
-    table = _table("case", "runs", "ranks", "memory", "vs one rank", "sent", "messages", "rounds")
-    for name in ("max abs untiled", "PSNR untiled", "max abs tiled", "PSNR tiled"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        cells = (
-            *_names(row),
-            "" if row.peak_bytes is None else human_bytes(row.peak_bytes),
-            "" if row.peak_to_one_rank is None else f"{row.peak_to_one_rank:.2f}x",
-            *((human_bytes(row.sent_bytes), str(row.messages), str(row.rounds)) if row.case.ranks > 1 else ("",) * 3),
-            *_gap(row.to_untiled),
-            *_gap(row.to_tiled),
-        )
-        table.add_row(*(safe(cell) for cell in cells))
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("case", "runs") else "right", overflow="fold")
-    return table
-
-
-def _names(row: Row) -> tuple[str, str, str]:
-    case = row.case
-    return case.name, "diffusers" if case.is_stock else case.strategy, str(case.ranks)
-
-
-def _times(ratio: Ratio | None) -> str:
-    return "" if ratio is None else f"{ratio.value:.2f}x [{ratio.minimum:.2f} .. {ratio.maximum:.2f}]"
-
-
-def _gap(difference: Difference | None) -> tuple[str, str]:
-    if difference is None:
-        return "", ""
-    if difference.max_abs is None:
-        return "not finite", ""
-    if difference.max_abs == 0:
-        return "0", "inf"
-    return f"{difference.max_abs:.1e}", f"{difference.psnr_db:.1f} dB"

@@ -20,7 +20,7 @@ from vaepar.errors import DeviceMemoryError, UsageError
 from vaepar.jobs.bench_meter import Meter, Reading, describe_machine, threads_set
 from vaepar.jobs.bench_models import BenchModel
 from vaepar.jobs.bench_plan import STOCK_TILED, STOCK_UNTILED, Case, in_order, plan_cases
-from vaepar.jobs.bench_report import BenchReport, CaseResult, Sample, ShapeResult, write_json
+from vaepar.jobs.bench_report import BenchReport, CaseResult, Sample, ShapeResult, probe, write_json
 from vaepar.jobs.bench_request import BenchRequest
 from vaepar.jobs.bench_statistics import difference, load_bound
 from vaepar.launch import World
@@ -37,6 +37,7 @@ class Progress(Protocol):
 
     def begin(self, passes: int) -> None: ...
     def step(self, text: str) -> None: ...
+    def stop(self) -> None: ...
 
 
 class SilentProgress:
@@ -46,6 +47,9 @@ class SilentProgress:
         return None
 
     def step(self, text: str) -> None:
+        return None
+
+    def stop(self) -> None:
         return None
 
 
@@ -62,8 +66,11 @@ def run_bench(request: BenchRequest, group: RankGroup, progress: Progress) -> Be
     """
     if request.ranks[-1] != group.size:
         raise UsageError(f"the bench compares up to {request.ranks[-1]} ranks, and {group.size} are there")
-    bench = _Bench(request, group, progress)
-    report = bench.run()
+    with agreed(group, "outputs"):
+        for path in (request.json, request.plot) if group.rank == 0 else ():
+            if path is not None:
+                probe(path)
+    report = _Bench(request, group, progress).run()
     with agreed(group, "report"):
         if group.rank == 0 and request.json is not None:
             write_json(request.json, report)
@@ -96,7 +103,9 @@ class _Bench:
         for result in results:
             self._measure(result)
         self._report.results = results
-        self._note_idle()
+        share = self._report.idle_share()
+        if share is not None:
+            self._report.notes.append(f"idle ranks used {share:.1%} of a core while others were measured")
         return self._report
 
     def _plan(self, shape: tuple[int, ...]) -> list[Case]:
@@ -164,6 +173,8 @@ class _Bench:
                         self._decode(case, group, z, kept)
         except DeviceMemoryError as error:
             measured.failed = str(error)
+            if not self._cpu:
+                torch.cuda.empty_cache()  # what the failed pass has cached would be missing in the next one
             return None
         reading.cpu_nanoseconds = time.process_time_ns() - cpu
         return self._gather(repeat, reading, group)
@@ -258,18 +269,6 @@ class _Bench:
         if busy > _BUSY:
             notes.append(f"other programs used {busy:.0%} of the cores just before; the times are noisy")
         return notes
-
-    def _note_idle(self) -> None:
-        """Say what sleeping ranks cost, so that nobody has to believe that they slept."""
-        shares = [
-            cpu / sample.seconds
-            for result in self._report.results
-            for measured in result.cases
-            for sample in measured.samples
-            for cpu in sample.rank_cpu_seconds[measured.case.ranks :]
-        ]
-        if shares:
-            self._report.notes.append(f"idle ranks used at most {max(shares):.1%} of a core while others were measured")
 
 
 def rank_groups(world: RankGroup, counts: Sequence[int]) -> dict[int, RankGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,19 @@ def require_matplotlib() -> None:
         raise UsageError("--plot needs matplotlib, which is not installed; pip install 'vaepar[plot]' brings it")
 
 
-def curves(result: ShapeResult) -> dict[str, list[Row]]:
-    """The measured rows of each mode by number of ranks, one rank included where it does the same work."""
-    rows = result.rows()
-    cases = [row.case for row in rows]
+def curves(result: ShapeResult, modes: Sequence[str]) -> dict[str, list[Row]]:
+    """The measured rows of each mode by number of ranks. They begin with the one-rank row that does the same work as
+    those of several ranks: ``auto`` on one rank may do other work."""
+    rows = [row for row in result.rows() if row.latency is not None]
     found: dict[str, list[Row]] = {}
-    for name in dict.fromkeys(case.name for case in cases if not case.is_stock):
-        own = [row for row in rows if row.case.name == name and row.latency is not None]
-        if own and min(row.case.ranks for row in own) > 1:
-            alone = alone_of(own[0].case, cases)
-            own = [row for row in rows if row.case == alone and row.latency is not None] + own
+    for mode in modes:
+        own = sorted((row for row in rows if row.case.name == mode), key=lambda row: row.case.ranks)
+        shared = [row for row in own if row.case.ranks > 1]
+        if shared:
+            alone = alone_of(shared[-1].case, [row.case for row in rows])
+            own = [row for row in rows if row.case == alone] + shared
         if own:
-            found[name] = sorted(own, key=lambda row: row.case.ranks)
+            found[mode] = own
     return found
 
 
@@ -47,7 +49,7 @@ def write_plot(path: Path, report: BenchReport) -> None:
     figure = Figure(figsize=(_WIDTH, _HEIGHT * len(report.results)), dpi=_DPI, layout="constrained")
     panels = figure.subplots(len(report.results), 2, squeeze=False)
     for result, (speed, memory) in zip(report.results, panels, strict=True):
-        _draw(result, speed, memory, sorted({1, *report.settings["ranks"]}))
+        _draw(result, report.settings["modes"], speed, memory, sorted({1, *report.settings["ranks"]}))
     machine = report.machine
     figure.suptitle(f"{report.model['name']}, {report.model['dtype']}, {machine['cpu']}, {machine['cores']} core(s)")
     picture = io.BytesIO()
@@ -55,11 +57,11 @@ def write_plot(path: Path, report: BenchReport) -> None:
     write_whole(path, picture.getvalue())
 
 
-def _draw(result: ShapeResult, speed: Any, memory: Any, counts: list[int]) -> None:
+def _draw(result: ShapeResult, modes: Sequence[str], speed: Any, memory: Any, counts: list[int]) -> None:
     title = "x".join(map(str, result.shape))
     speed.plot(counts, counts, linestyle="--", color="grey", label="ideal")
-    start = None
-    for name, rows in curves(result).items():
+    start = 0.0
+    for name, rows in curves(result, modes).items():
         with_ratio = [(row.case.ranks, row.speed_up) for row in rows if row.speed_up is not None]
         values = [ratio.value for _, ratio in with_ratio]
         spread = [
@@ -69,8 +71,8 @@ def _draw(result: ShapeResult, speed: Any, memory: Any, counts: list[int]) -> No
         speed.errorbar([ranks for ranks, _ in with_ratio], values, yerr=spread, marker="o", capsize=3, label=name)
         peaks = [(row.case.ranks, row.peak_bytes / 2**20) for row in rows if row.peak_bytes is not None]
         memory.plot([ranks for ranks, _ in peaks], [peak for _, peak in peaks], marker="o", label=name)
-        start = max([start or 0.0, *(peak for ranks, peak in peaks if ranks == 1)]) or start
-    if start is not None:
+        start = max([start, *(peak for ranks, peak in peaks if ranks == 1)])
+    if start:
         memory.plot(counts, [start / count for count in counts], linestyle="--", color="grey", label="ideal")
     for panel, label in ((speed, "times as fast as one rank"), (memory, "peak activation memory of a rank, MiB")):
         panel.set(title=title, xlabel="ranks", ylabel=label, xticks=counts, ylim=(0, None))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -125,6 +127,17 @@ class BenchReport:
     notes: list[str] = field(default_factory=list)
     results: list[ShapeResult] = field(default_factory=list)
 
+    def idle_share(self) -> float | None:
+        """The part of a core that a sleeping rank used during the measured passes; None when no rank ever slept."""
+        used = slept = 0.0
+        for result in self.results:
+            for measured in result.cases:
+                for sample in measured.samples:
+                    idle = sample.rank_cpu_seconds[measured.case.ranks :]
+                    used += sum(idle)
+                    slept += len(idle) * sample.seconds
+        return used / slept if slept > 0 else None
+
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values: each repeat raw, and the rows. Keys only change together with ``schema``."""
         return {
@@ -153,6 +166,17 @@ def write_json(path: Path, report: BenchReport) -> None:
     """Write a report whole or not at all. Raises :class:`OutputError`."""
     text = json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
     write_whole(path, text.encode())
+
+
+def probe(path: Path) -> None:
+    """Raise :class:`OutputError` when a file cannot be written there: better before a long run than after it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    except OSError as error:
+        raise output_error(error, path, "write") from error
+    discard(create_temp_file(path))
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -213,4 +237,4 @@ def _peak_ratio(result: CaseResult, alone: CaseResult | None) -> float | None:
     return ours / theirs if ours is not None and theirs else None
 
 
-__all__ = ["SCHEMA", "BenchReport", "CaseResult", "Row", "Sample", "ShapeResult", "write_json", "write_whole"]
+__all__ = ["SCHEMA", "BenchReport", "CaseResult", "Row", "Sample", "ShapeResult", "probe", "write_json", "write_whole"]
