@@ -38,6 +38,19 @@ _HARMLESS = re.compile(
 )
 
 
+def check_plain_file(path: Path, wanted: str) -> None:
+    """Raise InputError unless ``path`` is a file with content that may be read; ``wanted`` is what should be there."""
+    name = shown(path)
+    try:
+        if not path.is_file():  # a named pipe would never end, nor even open
+            raise InputError(f"{name} is {'no plain file' if path.exists() else 'not there'}; {wanted} is needed")
+        if path.stat().st_size == 0:
+            raise InputError(f"{name} is empty; {wanted} is needed")
+        path.open("rb").close()
+    except OSError as exc:
+        raise InputError(f"{name} cannot be read: {exc.strerror or exc}") from exc
+
+
 def reader_exe() -> str:
     """The binary. Raises InputError if there is none."""
     try:

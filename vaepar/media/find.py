@@ -58,8 +58,8 @@ def find_media(
     """The items that ``inputs`` name, each once, in the order given; folders and patterns in natural order (2 < 10).
 
     A name that exists is that file, whatever characters it has. Else ``shot.%04d.png`` and ``shot.####.png`` (at least
-    so many digits; ``%d`` and ``#`` take any number) are a sequence, and ``*``, ``?``, ``[`` a pattern of single files.
-    A sequence without ``frames`` has no gap. Hidden files are passed over in folders.
+    so many digits; ``%d``: without zeros before it; a single ``#``: any digits) are a sequence, and ``*``, ``?``, ``[``
+    a pattern of single files. A sequence without ``frames`` has no gap. Hidden files are passed over in folders.
 
     Args:
         inputs: files, folders, patterns.
@@ -155,7 +155,7 @@ def _pattern(path: Path, frames: FrameRange | None) -> MediaItem:
     for entry in path.parent.iterdir():
         found = number.fullmatch(entry.name)
         # A number that fills more than its digits has no zeros before it: 00010 is not %04d.
-        if found and (len(found[1]) == digits or found[1][0] != "0"):
+        if found and (match["hashes"] == "#" or len(found[1]) == digits or found[1][0] != "0"):
             numbered.append((int(found[1]), entry))
     stem = head.rstrip("._- ") or path.parent.resolve().name or "sequence"
     return _sequence(path, stem, numbered, frames)

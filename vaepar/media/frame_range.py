@@ -88,7 +88,7 @@ def parse_frames(text: str) -> FrameRange:
 def _hint(piece: str) -> str:
     span, colon, step = piece.partition(":")
     if colon and step.isdecimal() and _PART.fullmatch(span):
-        return f"for every {step}th frame write {span}x{step}, not {piece}; "
+        return f"for one frame of every {step} write {span}x{step}, not {piece}; "
     return ""
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from vaepar.errors import InputError
 from vaepar.media.atomic import shown
 from vaepar.media.colour_profile import to_srgb
-from vaepar.media.decoder import ask, input_arguments
+from vaepar.media.decoder import ask, check_plain_file, input_arguments
 from vaepar.media.fitting import oversize_error
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF")
 
 _ORIENTATION = 0x0112
-_TIFF_BITS, _TIFF_PHOTOMETRIC = 258, 262
-_TOO_LONG = 4  # orientations above this one swap height and width
+_TURNS, _ACROSS = range(2, 9), range(5, 9)  # those that change something, those that swap height and width
+_TIFF_WIDTH, _TIFF_HEIGHT, _TIFF_BITS, _TIFF_PHOTOMETRIC = 256, 257, 258, 262
 _DEEP_FORMATS = {1: "gray16le", 2: "ya16le", 3: "rgb48le", 4: "rgba64le"}
+_DEFLATE_MOST = 1032  # bytes that one byte of deflate can become (RFC 1951: 258 in two bits)
 _WARNINGS = threading.Lock()  # warnings.catch_warnings changes the whole process
 
 
@@ -51,10 +52,14 @@ def picture_size(path: Path, rules: PictureRules) -> tuple[int, int]:
         InputError: as :func:`read_picture`, as far as the header tells.
     """
     with _opened(path, rules) as (image, _):
-        exif = image.info.get("exif") or image.format in ("JPEG", "MPO", "TIFF", "WEBP")
-        # A PNG without early EXIF would be decoded whole in search of a late one; read_picture looks there.
-        turned = exif and image.getexif().get(_ORIENTATION, 1) > _TOO_LONG
-        return (image.width, image.height) if turned else (image.height, image.width)
+        if image.format == "TIFF":
+            h, w, orientation = _tiff_facts(image)
+        else:
+            h, w, orientation = image.height, image.width, 1
+            # A PNG without early EXIF would be decoded whole in search of a late one; read_picture looks there.
+            if image.format != "PNG" or "exif" in image.info:
+                orientation = image.getexif().get(_ORIENTATION, 1)
+        return (w, h) if orientation in _ACROSS else (h, w)
 
 
 def read_picture(path: Path, rules: PictureRules) -> Picture:
@@ -68,20 +73,18 @@ def read_picture(path: Path, rules: PictureRules) -> Picture:
     """
     with _opened(path, rules) as (image, notes):
         deep = _deep_format(image, path)
-        transparent = "transparency" in image.info
+        tiff = _tiff_facts(image) if image.format == "TIFF" else None
         image.load()  # also where ffmpeg reads the pixels: it finds a file that is cut short
-        orientation = image.getexif().get(_ORIENTATION, 1)
-        profile = image.info.get("icc_profile")
+        # Pillow turns TIFF files itself while loading and forgets the tag; ffmpeg's pixels are as stored.
+        orientation = tiff[2] if tiff and deep else image.getexif().get(_ORIENTATION, 1)
         if deep is None:
-            pixels = _shallow(image, path, profile, notes)
+            pixels = _shallow(image, path, notes)
         else:
-            pixels = _deep(image, path, deep, transparent, rules)
-            if profile:
-                notes.append("16-bit picture with a colour profile: read as sRGB, not converted")
-    # Pillow turns TIFF files itself while loading and forgets the tag; ffmpeg's pixels are as stored.
-    if deep is not None and image.format == "TIFF":
-        orientation = _tiff_orientation(path)
-    if orientation not in (0, 1):
+            h, w = tiff[:2] if tiff else (image.height, image.width)
+            pixels = _deep(path, "tiff_pipe" if tiff else "png_pipe", deep, (h, w), rules)
+        if pixels.dtype == np.uint16 and image.info.get("icc_profile"):
+            notes.append("16-bit picture with a colour profile: read as sRGB, not converted")
+    if orientation in _TURNS:
         notes.append(f"EXIF orientation {orientation} was obeyed")
     return Picture(_turned(pixels, orientation), tuple(notes))
 
@@ -89,17 +92,23 @@ def read_picture(path: Path, rules: PictureRules) -> Picture:
 @contextmanager
 def _opened(path: Path, rules: PictureRules) -> Iterator[tuple[Image.Image, list[str]]]:
     """The opened picture, its header checked, and notes to add to. Whatever Pillow raises or warns of is translated."""
+    from PIL import Image
+
     name = shown(path)
     notes: list[str] = []
+    check_plain_file(path, "a PNG, JPEG, WebP or TIFF picture")
     with _WARNINGS, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             with path.open("rb") as file:
                 image = _identified(file, name)
-                _check_header(image, name, rules, notes)
+                _check_header(image, file, name, rules, notes)
                 yield image, notes
         except (InputError, MemoryError):
             raise
+        except Image.DecompressionBombError as exc:  # of Pillow's WebP reader, before it gives the size
+            most = f"at most {min(rules.max_pixels / 1e6, 178.9):.1f} megapixels are read of WebP (--max-pixels)"
+            raise InputError(f"{name} is too large: {_line(exc)} {most}") from exc
         except OSError as exc:
             raise InputError(f"{name} cannot be read as a picture: {exc.strerror or _line(exc)}") from exc
         except Exception as exc:  # the decoders raise SyntaxError, struct.error, zlib.error, ... on broken data
@@ -116,8 +125,6 @@ def _identified(file: IO[bytes], name: str) -> Image.Image:
     from PIL import Image, JpegImagePlugin, PngImagePlugin, TiffImagePlugin, WebPImagePlugin  # noqa: F401  # they register
 
     prefix = file.read(16)
-    if not prefix:
-        raise InputError(f"{name} is empty; a PNG, JPEG, WebP or TIFF picture is needed")
     for kind in FORMATS:
         factory, accept = Image.OPEN[kind]
         if accept is None or accept(prefix) is True:
@@ -126,9 +133,19 @@ def _identified(file: IO[bytes], name: str) -> Image.Image:
     raise InputError(f"{name} is no PNG, JPEG, WebP or TIFF picture by its content; these are read")
 
 
-def _check_header(image: Image.Image, name: str, rules: PictureRules, notes: list[str]) -> None:
+def _check_header(image: Image.Image, file: IO[bytes], name: str, rules: PictureRules, notes: list[str]) -> None:
     if image.width * image.height > rules.max_pixels:
         raise oversize_error(name, image.height, image.width, rules)
+    if image.format == "PNG":
+        depth, channels = _png_facts(Path(file.name))
+        needed = image.width * image.height * depth * channels / 8
+        size = Path(file.name).stat().st_size
+        # Pillow leaves black what the data does not fill, and would allocate it first.
+        if needed > size * _DEFLATE_MOST:
+            raise InputError(
+                f"{name} says it is {image.width}x{image.height}, and its {size} bytes cannot hold that; "
+                "a whole PNG is needed"
+            )
     pages = getattr(image, "n_frames", 1)
     if pages > 1 and image.format == "MPO":
         notes.append(f"the first of {pages} pictures in the file was taken")
@@ -142,11 +159,9 @@ def _check_header(image: Image.Image, name: str, rules: PictureRules, notes: lis
 def _deep_format(image: Image.Image, path: Path) -> str | None:
     """ffmpeg's pixel format for a picture of 16 bits a channel, None for one that Pillow reads fully."""
     if image.format == "PNG":
-        with path.open("rb") as file:
-            header = file.read(26)
-        if header[24] != 16:
+        depth, channels = _png_facts(path)
+        if depth != 16:
             return None
-        channels = {0: 1, 2: 3, 4: 2, 6: 4}[header[25]]
     elif image.format == "TIFF":
         tags = image.tag_v2  # type: ignore[attr-defined]
         bits = tags.get(_TIFF_BITS, (1,))
@@ -164,10 +179,16 @@ def _deep_format(image: Image.Image, path: Path) -> str | None:
     return _DEEP_FORMATS[channels]
 
 
-def _deep(image: Image.Image, path: Path, pix_fmt: str, transparent: bool, rules: PictureRules) -> Pixels:
+def _png_facts(path: Path) -> tuple[int, int]:
+    """Bits a channel and channels of a PNG, behind the size in IHDR. Source: PNG specification, 11.2.2."""
+    with path.open("rb") as file:
+        header = file.read(26)
+    return header[24], {2: 3, 4: 2, 6: 4}.get(header[25], 1)
+
+
+def _deep(path: Path, demuxer: str, pix_fmt: str, size: tuple[int, int], rules: PictureRules) -> Pixels:
     """16-bit pixels as stored, by ffmpeg."""
     channels = next(c for c, name in _DEEP_FORMATS.items() if name == pix_fmt)
-    demuxer = "png_pipe" if image.format == "PNG" else "tiff_pipe"
     answer = ask(
         (
             "-noautorotate", "-f", demuxer, *input_arguments(path, rules.max_pixels, demuxer),
@@ -175,22 +196,19 @@ def _deep(image: Image.Image, path: Path, pix_fmt: str, transparent: bool, rules
         ),
         shown(path),
     )  # fmt: skip
-    pixels = np.frombuffer(answer.stdout, dtype="<u2")
-    h, w = _stored_size(path) if image.format == "TIFF" else (image.height, image.width)
-    if answer.failed or pixels.size != h * w * channels:
+    pixels = np.frombuffer(answer.stdout, dtype="<u2").astype(np.uint16)
+    if answer.failed or pixels.size != size[0] * size[1] * channels:
         raise InputError(f"{shown(path)} cannot be read with 16 bits: {answer.reason}")
-    return pixels.reshape(h, w, channels)
+    return pixels.reshape(*size, channels)
 
 
-def _shallow(image: Image.Image, path: Path, profile: bytes | None, notes: list[str]) -> Pixels:
+def _shallow(image: Image.Image, path: Path, notes: list[str]) -> Pixels:
     """What Pillow reads fully: 8 bits or fewer, and grey of 16 bits."""
     mode = image.mode
     if mode.startswith("I;16"):
         grey = np.asarray(image).astype(np.uint16)[..., None]
         if image.tag_v2.get(_TIFF_PHOTOMETRIC) == 0:  # type: ignore[attr-defined]  # only TIFF has this mode here
             grey = 65535 - grey
-        if profile:
-            notes.append("16-bit picture with a colour profile: read as sRGB, not converted")
         return grey
     if mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
         raise InputError(
@@ -210,7 +228,7 @@ def _shallow(image: Image.Image, path: Path, profile: bytes | None, notes: list[
             f"{shown(path)} has pixels of the kind {mode}; grey, palette, RGB, RGBA and CMYK of 8 bits are read, "
             "grey, RGB and RGBA of 16 bits"
         )
-    image, note = to_srgb(image, profile)
+    image, note = to_srgb(image, image.info.get("icc_profile"))
     notes.extend([note] if note else [])
     pixels = np.asarray(image)
     return pixels[..., None] if pixels.ndim == 2 else pixels
@@ -218,7 +236,7 @@ def _shallow(image: Image.Image, path: Path, profile: bytes | None, notes: list[
 
 def _turned(pixels: Pixels, orientation: int) -> Pixels:
     """EXIF orientation 1 to 8 undone. Source: EXIF 2.32, tag 274; anything else is taken as 1, as viewers do."""
-    if orientation in (5, 6, 7, 8):
+    if orientation in _ACROSS:
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (3, 4, 7, 8):
         pixels = pixels[::-1]
@@ -227,19 +245,10 @@ def _turned(pixels: Pixels, orientation: int) -> Pixels:
     return pixels
 
 
-def _stored_size(path: Path) -> tuple[int, int]:
-    """(height, width) of a TIFF file before any turning."""
-    from PIL import TiffImagePlugin
-
-    with path.open("rb") as file, TiffImagePlugin.TiffImageFile(file, "") as image:
-        return image.height, image.width
-
-
-def _tiff_orientation(path: Path) -> int:
-    from PIL import TiffImagePlugin
-
-    with path.open("rb") as file, TiffImagePlugin.TiffImageFile(file, "") as image:
-        return int(image.tag_v2.get(_ORIENTATION, 1))
+def _tiff_facts(image: Image.Image) -> tuple[int, int, int]:
+    """Height and width as stored (Pillow's are turned already, in some versions) and the orientation."""
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    return int(tags[_TIFF_HEIGHT]), int(tags[_TIFF_WIDTH]), int(tags.get(_ORIENTATION, 1))
 
 
 def _line(reason: object) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vaepar.errors import InputError
 from vaepar.media.atomic import shown
-from vaepar.media.decoder import Answer, ask, input_arguments, reader_exe
+from vaepar.media.decoder import Answer, ask, check_plain_file, input_arguments, reader_exe
 
 _FRAME = re.compile(r"fmt:(\w+) .*?sar:(\d+)/(\d+) s:(\d+)x(\d+) i:(\w)")
 _COLOUR = re.compile(r"color_range:(\S+) color_space:(\S+) color_primaries:(\S+) color_trc:(\S+)")
@@ -78,7 +78,7 @@ def probe(path: Path, max_pixels: int) -> VideoFacts:
         InputError: not there, empty, not a video that is read, without a picture, or larger than ``max_pixels``.
     """
     name = shown(path)
-    _check_file(path, name)
+    check_plain_file(path, "a video file")
     answer = _first_frame(path, max_pixels, ())
     options = _alpha_options(answer)
     if options:
@@ -117,11 +117,11 @@ def scan(facts: VideoFacts, limit: int | None, find_transparent: bool, rate: Fra
         InputError: cut short or broken anywhere in what was decoded, no frame, or frames of different sizes.
     """
     name = shown(facts.path)
+    filters = (*(("alphaextract", "format=gray") if find_transparent else ()), *timing_filters(rate), "null")
     answer = ask(
         (
             *facts.options, *input_arguments(facts.path, 2**31 - 1), "-map", "0:V:0",
-            *(("-vf", "alphaextract,format=gray") if find_transparent else ()),
-            *timing_arguments(rate), *(("-frames:v", str(limit)) if limit else ()),
+            "-vf", ",".join(filters), *TIMING_OPTIONS, *(("-frames:v", str(limit)) if limit else ()),
             "-noautoscale", "-c:v", "rawvideo", "-f", "framecrc", "pipe:1",
         ),
         name, timeout=None,
@@ -131,22 +131,18 @@ def scan(facts: VideoFacts, limit: int | None, find_transparent: bool, rate: Fra
     return _parse_times(answer.stdout.decode("ascii", "replace"), name, facts if find_transparent else None)
 
 
-def timing_arguments(rate: Fraction | None) -> tuple[str, ...]:
-    """Output options: every frame as stored, or a constant rate from the first frame on."""
+def timing_filters(rate: Fraction | None) -> tuple[str, ...]:
+    """Filters that show at every step of a constant rate the frame that is nearest in time, from the first one on.
+
+    ffmpeg's ``-fps_mode cfr`` would do as well for players, but lets frames drift by more than one step.
+    """
     if rate is None:
-        return ("-fps_mode", "passthrough", "-enc_time_base", "demux")
-    return ("-fps_mode", "cfr", "-r", f"{rate.numerator}/{rate.denominator}")
+        return ()
+    return ("setpts=PTS-STARTPTS", f"fps=fps={rate.numerator}/{rate.denominator}:start_time=0:round=near")
 
 
-def _check_file(path: Path, name: str) -> None:
-    try:
-        if not path.is_file():  # a pipe would never end
-            raise InputError(f"{name} is {'no plain file' if path.exists() else 'not there'}; a video file is needed")
-        if path.stat().st_size == 0:
-            raise InputError(f"{name} is empty; a video file is needed")
-        path.open("rb").close()
-    except OSError as exc:
-        raise InputError(f"{name} cannot be read: {exc.strerror or exc}") from exc
+TIMING_OPTIONS = ("-fps_mode", "passthrough", "-enc_time_base", "filter")
+"""Output options: every frame as it leaves the filters, none repeated or left out, in its own clock."""
 
 
 def _first_frame(path: Path, max_pixels: int, options: tuple[str, ...]) -> Answer:

@@ -14,9 +14,9 @@ from vaepar.media.fitting import FramePlan, Pixels, plan_frames, plan_size, sett
 from vaepar.media.frame_range import FrameRange
 from vaepar.media.frame_rate import constant_rate, resampled_rate
 from vaepar.media.source import FrameSource, PictureRules
-from vaepar.media.video_probe import VideoFacts, probe, scan, timing_arguments
+from vaepar.media.video_probe import TIMING_OPTIONS, VideoFacts, probe, scan, timing_filters
 
-# ffmpeg's words for a matrix in a file -> its scale filter's words.
+# ffmpeg's words for a matrix in a file (and of its zscale filter) -> its scale filter's words.
 _MATRICES = {
     "bt709": "bt709", "smpte170m": "smpte170m", "bt470bg": "bt470", "fcc": "fcc", "smpte240m": "smpte240m",
     "bt2020nc": "bt2020",
@@ -53,10 +53,10 @@ class VideoSource(FrameSource):
         self._dtype = np.dtype("<u2" if facts.depth > 8 else "u1")
         self._shape = (facts.height, facts.width, self._channels)
         pix_fmt = {(3, 1): "rgb24", (4, 1): "rgba", (3, 2): "rgb48le", (4, 2): "rgba64le"}
-        graph = ",".join((*filters, f"format={pix_fmt[self._channels, self._dtype.itemsize]}"))
+        graph = ",".join((*timing_filters(rate), *filters, f"format={pix_fmt[self._channels, self._dtype.itemsize]}"))
         arguments = (
             *facts.options, *input_arguments(path, rules.max_pixels), "-map", "0:V:0", "-vf", graph,
-            *timing_arguments(rate), "-c:v", "rawvideo", "-f", "rawvideo",
+            *TIMING_OPTIONS, "-c:v", "rawvideo", "-f", "rawvideo",
         )  # fmt: skip
         self._decoder = DecoderProcess(arguments, name, int(np.prod(self._shape)) * self._dtype.itemsize)
 
@@ -96,31 +96,33 @@ def colour_filters(facts: VideoFacts) -> tuple[tuple[str, ...], tuple[str, ...]]
         )
     if facts.rgb:
         return (), ()
-    notes = []
-    matrix = _MATRICES.get(facts.matrix)
-    if facts.matrix == "unknown":
-        matrix = (
-            "bt709" if max(facts.height, facts.width) >= 1280 or min(facts.height, facts.width) > 576 else "smpte170m"
-        )
-        taken = "BT.709" if matrix == "bt709" else "BT.601"
+    matrix, notes = facts.matrix, []
+    if matrix == "unknown":
+        hd = max(facts.height, facts.width) >= 1280 or min(facts.height, facts.width) > 576
+        matrix, taken = ("bt709", "BT.709") if hd else ("smpte170m", "BT.601")
         notes.append(f"no colour matrix is tagged; {taken} was taken for {facts.width}x{facts.height}, as players do")
-    if matrix is None:
+    if matrix not in _MATRICES:
         raise InputError(
-            f"{name} has the colour matrix {facts.matrix}; BT.601, BT.709, BT.2020, FCC, SMPTE 240M and RGB are read"
+            f"{name} has the colour matrix {matrix}; BT.601, BT.709, BT.2020, FCC, SMPTE 240M and RGB are read"
         )
-    scale = f"scale=in_color_matrix={matrix}:in_range={'pc' if facts.full_range else 'tv'}:out_range=pc:{_ACCURATE}"
-    if facts.primaries != "bt2020":
-        return (scale,), tuple(notes)
-    notes.append("BT.2020 colours were converted to BT.709 primaries")
-    wide = "gbrap16le" if facts.alpha else "gbrp16le"
-    tags = "setparams=colorspace=gbr:color_primaries=bt2020:color_trc=bt709:range=pc"
-    return (scale, f"format={wide}", tags, "zscale=primaries=709:transfer=709:matrix=gbr:range=full"), tuple(notes)
+    wide, deep = facts.primaries == "bt2020", facts.depth > 8
+    span = "pc" if facts.full_range else "tv"
+    if not wide and not deep:
+        return (f"scale=in_color_matrix={_MATRICES[matrix]}:in_range={span}:out_range=pc:{_ACCURATE}",), tuple(notes)
+    # Not scale: from more than 8 bits it makes white 255/256 of full, and it keeps the primaries.
+    convert = f"zscale=matrixin={matrix}:rangein={span}:matrix=gbr:range=pc:filter=bicubic"
+    if wide:
+        convert += ":primariesin=bt2020:primaries=bt709:transferin=bt709:transfer=bt709"
+        notes.append("BT.2020 colours were converted to BT.709 primaries")
+    return (convert, f"format=gbr{'a' if facts.alpha else ''}p{'16le' if deep else ''}"), tuple(notes)
 
 
 def _timing(
     facts: VideoFacts, rules: PictureRules, frames: FrameRange | None
 ) -> tuple[int, Fraction | None, Fraction | None, tuple[str, ...]]:
     """Frame count, frame rate, the rate to resample to (None: as stored) and notes."""
+    if frames is not None and next(iter(frames)) < 1:
+        raise InputError(f"{shown(facts.path)} was asked for frames {frames}; frames of a video count from 1")
     look_at_alpha = facts.alpha and rules.alpha == "refuse" and rules.channels == 3
     limit = frames.last if frames is not None else None
     times = scan(facts, limit, look_at_alpha)
@@ -141,7 +143,7 @@ def _chosen(
     """The frames that are read, their rate, and notes."""
     if frames is None:
         return plan_frames(name, count, rules), fps, ()
-    if frames.last > count or next(iter(frames)) < 1:
+    if frames.last > count:
         raise InputError(f"{name} was asked for frames {frames}; it has frames 1 to {count}")
     plan = plan_frames(name, len(frames), rules)
     step = frames.step
@@ -149,4 +151,4 @@ def _chosen(
         return plan, fps, (f"frames {frames} are not evenly apart; the frame rate was kept",)
     if step == 1 or fps is None:
         return plan, fps, ()
-    return plan, fps / step, (f"every {step}th frame was read: the rate is {fps / step} instead of {fps}",)
+    return plan, fps / step, (f"one frame of every {step} was read: the rate is {fps / step} instead of {fps}",)
