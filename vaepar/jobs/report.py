@@ -30,6 +30,8 @@ class Row:
         seconds: wall time from reading to the last write.
         peak_bytes: highest memory use of each rank while it was worked on (resident on CPUs, allocated on GPUs).
         notes: what was decided about the file.
+        items: pictures or films in the file.
+        group: the VAE group that worked on it.
     """
 
     path: str
@@ -46,6 +48,28 @@ class Row:
     seconds: float | None = None
     peak_bytes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    items: int = 1
+    group: int = 0
+
+    @property
+    def cost(self) -> int:
+        """How much work the file is, in pixels; 0 while its size is not known."""
+        return (self.width or 0) * (self.height or 0) * (self.frames or 1) * self.items
+
+
+@dataclass(kw_only=True)
+class GroupRow:
+    """What one VAE group did.
+
+    Args:
+        ranks: of the world.
+        files: that it worked on.
+        busy_seconds: wall time that it spent on them, without waiting for other groups and without loading.
+    """
+
+    ranks: list[int]
+    files: int = 0
+    busy_seconds: float = 0.0
 
 
 class Observer(Protocol):
@@ -94,6 +118,7 @@ class RunReport:
     seconds: float = 0.0
     interrupted: bool = False
     rows: list[Row] = field(default_factory=list)
+    groups: list[GroupRow] = field(default_factory=list)
 
     @property
     def exit_code(self) -> int:
@@ -125,6 +150,7 @@ class RunReport:
             "interrupted": self.interrupted,
             "exit_code": self.exit_code,
             "counts": dict(self.counts),
+            "groups": [asdict(group) for group in self.groups],
             "files": [asdict(row) for row in self.rows],
         }
 

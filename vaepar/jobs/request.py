@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from vaepar.config import VaeParallelMode
 from vaepar.errors import UsageError
+from vaepar.jobs.farming import Farming
 from vaepar.latents import LatentLayout, LatentRequest, LatentState
 from vaepar.media import FrameRange, OutputFormat
 from vaepar.media.formats import Kind
@@ -84,6 +85,7 @@ class BatchRequest:
         variant: weight variant of the model folder (``fp16``).
         allow_download: fetch a model from the hub when it is not in the local cache.
         report: file for the machine-readable report.
+        farming: how ranks share the files, and how the run ends when asked to.
     """
 
     inputs: tuple[str, ...]
@@ -100,6 +102,7 @@ class BatchRequest:
     variant: str | None = None
     allow_download: bool = True
     report: Path | None = None
+    farming: Farming = field(default_factory=Farming)
 
     def __post_init__(self) -> None:
         if not self.inputs:

@@ -1,21 +1,26 @@
 """A run over many files, whatever is done with each: plan, load once, file after file, report.
 
-Every rank runs the same code over the same files. Rank 0 plans, speaks and writes; what one rank cannot do, all ranks
-record as that file's failure and go on with the next.
+Rank 0 of the world plans, speaks and reports. The ranks are divided into VAE groups; each group takes file after file
+from a common queue, its first rank (the owner) writes, and what one of its ranks cannot do, all of them record as that
+file's failure and go on with the next.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from vaepar.autoencoders import VaeCapability, adapter_for
 from vaepar.autoencoders.mixin import check_pixels
-from vaepar.errors import DiskFullError, InterruptedRunError, RankLostError, UsageError, VaeparError
+from vaepar.config import VaeParallelMode
+from vaepar.errors import DiskFullError, InterruptedRunError, ModelError, RankLostError, UsageError, VaeparError
+from vaepar.jobs.groups import Grouping, check_size, choose_grouping, join_group, local_size
+from vaepar.jobs.ledger import Ledger
 from vaepar.jobs.memory import peak_bytes, reset_peak
 from vaepar.jobs.models import ModelSource, load_model, locate_model, settle_dtype
 from vaepar.jobs.plan import Task, fail, tasks_from_text, tasks_to_text
@@ -56,15 +61,20 @@ class Outputs:
 
 
 class BatchRun(ABC):
-    """One run of one operation; subclasses say what a file is planned as and what is done with it."""
+    """One run of one operation; subclasses say what a file is planned as and what is done with it.
+
+    ``world`` is all ranks; ``group`` those that share a latent, which is the world until the plan has divided it.
+    """
 
     operation: str
 
     def __init__(self, request: BatchRequest, group: RankGroup, observer: Observer) -> None:
-        self.request, self.group, self.observer = request, group, observer
-        self.is_owner = group.rank == 0
-        self.stop = Stop()
+        self.request, self.world, self.group, self.observer = request, group, group, observer
+        self.leads = group.rank == 0
+        self.is_owner = self.leads
+        self.stop = Stop(request.farming.grace)
         self.source: ModelSource
+        self.ledger: Ledger
         self.vae: Any = None
         self.full = False  # a disk without space: the next file would fail alike, after as much work
         self.report = RunReport(
@@ -84,34 +94,63 @@ class BatchRun(ABC):
         """Do one file on all ranks, inside an agreed block; append what is being written to ``outputs``."""
 
     def run(self) -> RunReport:
-        """Do all files; every rank gets a report with the same outcomes."""
+        """Do all files; every rank gets a report with the same outcomes.
+
+        Raises:
+            ModelError, UsageError: when the run cannot begin. RankLostError: when a rank has died; the report file is
+                written nevertheless, with what is known.
+        """
         started = time.monotonic()
-        with self.stop.listening():
-            self.source = self._locate()
-            tasks = self._plan()
-            self.report.rows = [task.row for task in tasks]
-            due = [task for task in tasks if task.is_due]
-            self.observer.planned(len(tasks), self.group.size)
-            for task in tasks:
-                if not task.is_due:
-                    self.observer.finished(task.row)
-            if due:
-                self._load()
-                self._do_all(due)
-        self.report.seconds = time.monotonic() - started
-        if self.request.report is not None and self.is_owner:
-            write_report(self.request.report, self.report)
+        try:
+            with self.stop.listening():
+                self._run()
+        finally:
+            self.report.seconds = time.monotonic() - started
+            if self.request.report is not None and self.leads and self.report.rows:
+                write_report(self.request.report, self.report)
         return self.report
 
+    def _run(self) -> None:
+        self.source = self._locate()
+        tasks, grouping = self._plan()
+        self.report.rows = [task.row for task in tasks]
+        due = [task for task in tasks if task.is_due]
+        self.observer.planned(len(tasks), self.world.size)
+        for task in tasks:
+            if not task.is_due:
+                self.observer.finished(task.row)
+        if not due:
+            return
+        self.group = join_group(self.world, grouping)
+        self.is_owner = self.group.rank == 0
+        self.ledger = Ledger(self.world, self.group, grouping, self.report, self.observer)
+        if grouping.count > 1:
+            self.observer.note(f"{grouping.count} groups of {grouping.size} rank(s): {grouping.reason}")
+            # Longest first, so that no group ends long after the others.
+            due.sort(key=lambda task: -task.row.cost)
+        self._load()
+        self._do_all(due)
+        self.ledger.gather()
+        for row in self.report.rows:
+            if row.status == "not tried":
+                self.observer.finished(row)
+
     def _locate(self) -> ModelSource:
-        """Rank 0 first: it alone may download; the others find the files in its cache."""
-        with agreed(self.group, "model"):
-            source = self._prepare() if self.is_owner else None
-            folder = self.group.broadcast_text(None if source is None else str(source.folder))
-            return source or locate_model(folder, variant=self.request.variant, allow_download=False)
+        """Rank 0 first: it may download, and the others of its machine find the files in its cache."""
+        request = self.request
+        with agreed(self.world, "model"):
+            source = self._prepare() if self.leads else None
+            folder = self.world.broadcast_text(None if source is None else str(source.folder))
+            if source is not None:
+                return source
+            try:
+                return locate_model(folder, variant=request.variant, allow_download=False)
+            except ModelError:  # another machine, which has files of its own
+                return locate_model(request.model, variant=request.variant, allow_download=request.allow_download)
 
     def _prepare(self) -> ModelSource:
         request = self.request
+        check_size(request.farming, self.world.size, local_size(self.world))
         source = locate_model(request.model, variant=request.variant, allow_download=request.allow_download)
         self.check_support(adapter_for(source.facts.class_name).capability)
         tiles = request.tiles(source.facts.spatial_ratio)
@@ -120,14 +159,25 @@ class BatchRun(ABC):
         make_folder(request.out)
         return source
 
-    def _plan(self) -> list[Task]:
-        with agreed(self.group, "plan"):
-            tasks = self.plan(self.source.facts) if self.is_owner else []
-            text = self.group.broadcast_text(tasks_to_text(tasks) if self.is_owner else None)
-            return tasks if self.is_owner else tasks_from_text(text)
+    def _plan(self) -> tuple[list[Task], Grouping]:
+        with agreed(self.world, "plan"):
+            tasks = self.plan(self.source.facts) if self.leads else []
+            text = self.world.broadcast_text(tasks_to_text(tasks) if self.leads else None)
+            sizes = self.world.broadcast_text(json.dumps(asdict(self._group(tasks))) if self.leads else None)
+            return tasks if self.leads else tasks_from_text(text), Grouping(**json.loads(sizes))
+
+    def _group(self, tasks: Sequence[Task]) -> Grouping:
+        return choose_grouping(
+            self.request.farming,
+            self.world.size,
+            local_size(self.world),
+            sum(task.is_due for task in tasks),
+            fits=lambda size: True,
+            shares=self.request.mode not in (VaeParallelMode.TILE, VaeParallelMode.AUTO),
+        )
 
     def _load(self) -> None:
-        with agreed(self.group, "model"):
+        with agreed(self.world, "model"):
             dtype, note = settle_dtype(self.request.dtype, self.source, self.group.device)
             if note is not None:
                 self.observer.note(note)
@@ -139,38 +189,54 @@ class BatchRun(ABC):
                 self.vae.enable_tiling()
             self.vae.set_parallel_size(self.group.size, mode=self.request.mode)
             self.report.dtype = str(dtype).removeprefix("torch.")
-            self.report.model_sha256 = self.source.digest() if self.is_owner else None
+            self.report.model_sha256 = self.world.broadcast_text(self.source.digest() if self.leads else None)
 
     def _do_all(self, tasks: Sequence[Task]) -> None:
         """File after file; each one's writers finish while the next one is worked on."""
         writing: Outputs | None = None
         try:
-            for task in tasks:
+            while (task := self._next(tasks)) is not None:
                 current = self._do_one(task)
                 if writing is not None:
                     self._finish(writing)
                 writing = current
-                if self.report.interrupted or self.full:
-                    break
             if writing is not None:
                 self._finish(writing)
         except RankLostError:
             if writing is not None:
                 writing.abort()
             raise
-        for task in tasks:
-            if task.is_due:
-                self.observer.finished(task.row)
+
+    def _next(self, tasks: Sequence[Task]) -> Task | None:
+        """The next file of the queue, on all ranks of the group; None when there is none or the run was stopped."""
+        if self.report.interrupted or self.full:
+            if self.is_owner:
+                self.ledger.board.halt()
+            return None
+        self.ledger.hear()
+        try:
+            with agreed(self.group, "the queue of files"):
+                self.stop.refuse()
+                board = self.ledger.board
+                taken = None
+                if self.is_owner:
+                    taken = "" if board.halted() else str(board.take())
+                text = self.group.broadcast_text(taken)
+        except InterruptedRunError:
+            self.report.interrupted = True
+            return self._next(tasks)
+        return tasks[int(text)] if text and int(text) < len(tasks) else None
 
     def _do_one(self, task: Task) -> Outputs | None:
         """Work on one file. None when it failed (then its row says so and nothing is left of it)."""
         row, started = task.row, time.monotonic()
+        row.group = self.ledger.number
         outputs = Outputs(row)
         reset_peak(self.group.device)
+        self.stop.begin()
         try:
             with agreed(self.group, f"{self.operation} of {shown(task.path)}"):
                 try:
-                    self.stop.check()
                     self.work(task, outputs)
                 except BaseException:
                     outputs.abort()
@@ -186,7 +252,9 @@ class BatchRun(ABC):
             outputs.abort()
             self._fail(row, error)
             return None
-        outputs.seconds = time.monotonic() - started
+        finally:
+            outputs.seconds = time.monotonic() - started
+            self.ledger.add(outputs.seconds, files=1)
         row.peak_bytes = self.group.gather_values(peak_bytes(self.group.device))
         return outputs
 
@@ -203,15 +271,18 @@ class BatchRun(ABC):
             outputs.abort()
             self._fail(row, error)
             return
+        finally:
+            waited = time.monotonic() - started
+            self.ledger.add(waited)
         row.status = "ok"
-        row.seconds = round(outputs.seconds + time.monotonic() - started, 4)
-        self.observer.finished(row)
+        row.seconds = round(outputs.seconds + waited, 4)
+        self.ledger.tell(row)
 
     def _fail(self, row: Row, error: VaeparError) -> None:
         self.full = self.full or isinstance(error, DiskFullError)
         message = str(error)
         fail(row, message if shown(row.path) in message else f"{shown(row.path)}: {message}", error.exit_code)
-        self.observer.finished(row)
+        self.ledger.tell(row)
 
 
 def make_folder(folder: Path) -> None:

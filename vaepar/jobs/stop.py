@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -12,31 +14,71 @@ from vaepar.errors import InterruptedRunError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+# A terminal's Ctrl-C reaches a rank twice, by itself and handed on by its launcher; what comes within this time of the
+# first signal is taken for its echo and not for a second wish.
+_ECHO_SECONDS = 1.0
+
 
 class Stop:
-    """Remembers the first stop signal; the second one ends the process at once."""
+    """Remembers the first stop signal; the second one ends the process at once.
 
-    def __init__(self) -> None:
-        self.signal: int | None = None
+    Args:
+        grace: seconds from the first signal in which the current file may still be finished.
+    """
+
+    def __init__(self, grace: float = 0.0) -> None:
+        self._grace = grace
+        self._signal: int | None = None
+        self._since = 0.0
+        self._checked: float | None = None
+        self._longest = 0.0
+        self._parent = os.getppid()
+
+    @property
+    def asked(self) -> bool:
+        """Whether the run was asked to stop: no further file begins. A run whose launcher has died stops too."""
+        if self._signal is None and os.getppid() != self._parent:
+            self._remember(signal.SIGTERM)
+        return self._signal is not None
+
+    def begin(self) -> None:
+        """A file begins, or a wait has ended: what passed before says nothing about the time between two checks."""
+        self._checked, self._longest = None, 0.0
 
     def check(self) -> None:
-        """Raise :class:`InterruptedRunError` when the run was asked to stop."""
-        if self.signal is not None:
-            raise InterruptedRunError(f"stopped by {signal.Signals(self.signal).name}")
+        """Between two pieces of a file: raise :class:`InterruptedRunError` when the next one would outlast the grace.
+
+        A piece is expected to take as long as the longest one of this file, because launchers end what is not gone
+        when their own patience is over, and nothing can be cleaned up then.
+        """
+        now = time.monotonic()
+        if self._checked is not None:
+            self._longest = max(self._longest, now - self._checked)
+        self._checked = now
+        if self.asked and now + self._longest >= self._since + self._grace:
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Raise :class:`InterruptedRunError` when the run was asked to stop, whatever the grace."""
+        if self.asked:
+            name = signal.Signals(self._signal or signal.SIGTERM).name
+            raise InterruptedRunError(f"stopped by {name}; run again to finish the rest")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Take SIGINT and SIGTERM while the block runs. Only the main thread can; elsewhere nothing changes."""
         before: dict[signal.Signals, Any] = {}
 
-        def remember(number: int, frame: FrameType | None) -> None:
-            self.signal = number
-            for each in _SIGNALS:
-                signal.signal(each, signal.SIG_DFL)
+        def heard(number: int, frame: FrameType | None) -> None:
+            if self._signal is None:
+                self._remember(number)
+            elif time.monotonic() - self._since > _ECHO_SECONDS:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
 
         try:
             for number in _SIGNALS:
-                before[number] = signal.signal(number, remember)
+                before[number] = signal.signal(number, heard)
         except ValueError:  # not the main thread
             before.clear()
         try:
@@ -44,3 +86,7 @@ class Stop:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _remember(self, number: int) -> None:
+        self._since = time.monotonic()
+        self._signal = number

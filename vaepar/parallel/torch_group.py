@@ -158,6 +158,11 @@ class TorchGroup(RankGroup):
         if self.device.type == "cuda":
             threading.Thread(target=self._watch, name="vaepar-alarm", daemon=True).start()
 
+    @property
+    def store(self) -> Any:
+        """The key-value store through which all ranks of the world met (``torch.distributed.Store``)."""
+        return self._store
+
     def gather_values(self, value: int) -> list[int]:
         with self._control_errors():
             return [int(part) for part in self._control.gather(torch.tensor([value], dtype=torch.int64))]

@@ -1,0 +1,133 @@
+"""Whole runs on real rank processes that start in a moment: forked from a server that has imported everything."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import vaepar.jobs.decode
+from vaepar.errors import VaeparError
+from vaepar.jobs.report import RunReport, Silent
+from vaepar.jobs.request import DecodeRequest
+
+LIMIT_SECONDS = 120
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.farm.ranks", "diffusers.models.autoencoders", "imageio_ffmpeg", "PIL.Image"])
+
+
+@dataclass
+class Ranks:
+    """Running ranks; ``results`` are those of each rank: a report, an error, or None for a rank that died."""
+
+    processes: list[BaseProcess]
+    pipes: list[Connection]
+    results: list[Any] = field(default_factory=list)
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+
+    def terminate(self, *ranks: int) -> None:
+        for rank in ranks or range(len(self.processes)):
+            pid = self.processes[rank].pid
+            if pid is not None and self.processes[rank].is_alive():
+                os.kill(pid, signal.SIGTERM)
+
+    def wait(self) -> list[Any]:
+        """The results of all ranks. Raises when one does not end."""
+        try:
+            for pipe in self.pipes:
+                self.results.append(_received(pipe))
+            for process in self.processes:
+                process.join(LIMIT_SECONDS)
+        finally:
+            for process in self.processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+        return self.results
+
+
+def start_decode(request: DecodeRequest, size: int, store: Path, prepare: Callable[[], None] | None = None) -> Ranks:
+    """Begin a decode on ``size`` ranks that meet at the file ``store``; ``prepare`` runs first in each of them."""
+    processes, pipes = [], []
+    for rank in range(size):
+        here, there = _context.Pipe(duplex=False)
+        process = _context.Process(target=_body, args=(rank, size, str(store), request, prepare, there))
+        process.start()
+        there.close()
+        processes.append(process)
+        pipes.append(here)
+    return Ranks(processes, pipes)
+
+
+def decode_on(request: DecodeRequest, size: int, store: Path) -> list[RunReport]:
+    """The reports of all ranks of a whole decode. Raises what a rank raised."""
+    results = start_decode(request, size, store).wait()
+    for result in results:
+        if not isinstance(result, RunReport):
+            raise AssertionError(f"a rank gave {result!r}")
+    return results
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"{what} did not come")
+        time.sleep(0.005)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def temporary(folder: Path) -> list[str]:
+    return [str(path) for path in folder.rglob("*.tmp")]
+
+
+def _received(pipe: Connection) -> Any:
+    try:
+        if not pipe.poll(LIMIT_SECONDS):
+            raise AssertionError(f"a rank gave no result within {LIMIT_SECONDS} seconds")
+        return pipe.recv()
+    except EOFError:
+        return None
+
+
+def _body(
+    rank: int, size: int, store: str, request: DecodeRequest, prepare: Callable[[], None] | None, pipe: Connection
+) -> None:
+    import torch.distributed as dist
+
+    from vaepar.parallel.torch_group import TorchGroup
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    try:
+        if prepare is not None:
+            prepare()
+        pipe.send(vaepar.jobs.decode.run_decode(request, TorchGroup(), Silent()))
+    except VaeparError as error:
+        pipe.send(error)
+    finally:
+        dist.destroy_process_group()
+
+
+def sequence_of(numbers: Sequence[float]) -> float:
+    """The largest over the smallest."""
+    return max(numbers) / min(numbers)
