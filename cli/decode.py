@@ -13,11 +13,12 @@ from vaepar.latents import LatentLayout, LatentRequest, LatentState
 from vaepar.media import CODECS, parse_fps
 
 from . import options
+from .farm import Farm
 from .options import INPUT, OUTPUT
 from .start import Start, Talk, start
 
 Inputs = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
         help="Latent files (.safetensors, .latent), folders of them, or quoted patterns.", show_default=False
     ),
@@ -63,8 +64,9 @@ AllowNonfinite = Annotated[
 
 def command(
     ctx: typer.Context,
-    inputs: Inputs,
+    farm: Farm,
     model: options.Model,
+    inputs: Inputs = None,
     out: options.Out = Path("decoded"),
     mode: options.Mode = "tile",
     ranks: options.Ranks = None,
@@ -95,9 +97,10 @@ def command(
     quiet: options.Quiet = False,
 ) -> None:
     """Decode latents to pictures (PNG) and videos (MP4), on one or many ranks."""
-    talk, where = Talk(verbose=verbose, quiet=quiet), Start(ranks=ranks, device=device, timeout=timeout)
+    talk = Talk(verbose=verbose, quiet=quiet, dialect=farm.dialect)
+    where = Start(ranks=ranks, device=device, timeout=timeout, max_restarts=farm.max_restarts, dry_run=farm.dry_run)
     request = DecodeRequest(
-        inputs=tuple(inputs),
+        inputs=farm.inputs(inputs),
         model=model,
         out=out,
         mode=VaeParallelMode.parse(mode),
@@ -127,6 +130,7 @@ def command(
         variant=variant,
         allow_download=not no_download,
         report=report,
+        farming=farm.farming,
     )
     ctx.obj.append(lambda: start(request, where, talk, _load))
 

@@ -13,11 +13,12 @@ from vaepar.latents import LatentLayout, LatentState
 from vaepar.media import parse_fps, parse_frames
 
 from . import options
+from .farm import Farm
 from .options import INPUT, OUTPUT
 from .start import Start, Talk, start
 
 Inputs = Annotated[
-    list[str],
+    list[str] | None,
     typer.Argument(
         help="Pictures, videos, folders, patterns, or sequences such as shot.%04d.png and shot.####.png.",
         show_default=False,
@@ -61,8 +62,9 @@ Preview = Annotated[
 
 def command(
     ctx: typer.Context,
-    inputs: Inputs,
+    farm: Farm,
     model: options.Model,
+    inputs: Inputs = None,
     out: options.Out = Path("encoded"),
     mode: options.Mode = "tile",
     ranks: options.Ranks = None,
@@ -94,9 +96,10 @@ def command(
     quiet: options.Quiet = False,
 ) -> None:
     """Encode pictures and videos to latents, on one or many ranks."""
-    talk, where = Talk(verbose=verbose, quiet=quiet), Start(ranks=ranks, device=device, timeout=timeout)
+    talk = Talk(verbose=verbose, quiet=quiet, dialect=farm.dialect)
+    where = Start(ranks=ranks, device=device, timeout=timeout, max_restarts=farm.max_restarts, dry_run=farm.dry_run)
     request = EncodeRequest(
-        inputs=tuple(inputs),
+        inputs=farm.inputs(inputs),
         model=model,
         out=out,
         mode=VaeParallelMode.parse(mode),
@@ -110,6 +113,7 @@ def command(
         variant=variant,
         allow_download=not no_download,
         report=report,
+        farming=farm.farming,
         frames=None if frames is None else parse_frames(frames),
         # The names below are checked by the request itself.
         alpha=alpha,  # type: ignore[arg-type]

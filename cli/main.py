@@ -15,6 +15,7 @@ from vaepar.errors import VaeparError
 from vaepar.launch import World, exit_code_of
 
 from . import bench, decode, encode, env, inspect, models
+from .farm import with_farm
 from .output import complain
 
 # A command only checks its flags and appends its work here, so that a mistyped flag ends on every rank before any
@@ -28,8 +29,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command("decode")(decode.command)
-app.command("encode")(encode.command)
+# Each option of these two can be given as VAEPAR_NAME too.
+app.command("decode", context_settings={"auto_envvar_prefix": "VAEPAR"})(with_farm(decode.command))
+app.command("encode", context_settings={"auto_envvar_prefix": "VAEPAR"})(with_farm(encode.command))
 app.command("bench")(bench.command)
 app.command("inspect")(inspect.command)
 app.command("models")(models.command)

@@ -1,23 +1,20 @@
-"""Speaking to people: errors, tables and progress on standard error; standard output is for data."""
+"""Speaking to people: errors and tables on standard error; standard output is for data."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import sys
-import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from vaepar.jobs.report import Observer, Row, RunReport, Silent
+from vaepar.jobs.report import Row, RunReport
 from vaepar.latents.text import shown
 
 _PLAIN_WIDTH = 200  # lines of a log are not cut to a terminal's width
 _LONGEST = 4000  # characters of one line
-_EVERY_SECONDS = 10.0  # farms take a silent process for a hung one
 
 
 def console(*, data: bool = False) -> Console:
@@ -63,93 +60,6 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} GiB"
 
 
-class QuietObserver(Silent):
-    """Says failures only."""
-
-    def finished(self, row: Row) -> None:
-        if row.status == "failed":
-            complain(f"error: {row.error}")
-
-
-class PlainObserver(Silent):
-    """A line for each file, and one at least every ten seconds within a file."""
-
-    def __init__(self) -> None:
-        self._console = console()
-        self._files = self._done = self._frames = self._of = 0
-        self._path = ""
-        self._said = time.monotonic()
-
-    def planned(self, files: int, ranks: int) -> None:
-        self._files = files
-        self._say(f"{files} file{'s' if files != 1 else ''} on {ranks} rank{'s' if ranks != 1 else ''}")
-
-    def note(self, text: str) -> None:
-        self._say(text)
-
-    def started(self, path: str, frames: int) -> None:
-        self._path, self._frames, self._of = path, 0, frames
-
-    def advanced(self, frames: int) -> None:
-        self._frames += frames
-        if time.monotonic() - self._said >= _EVERY_SECONDS:
-            self._say(f"[{self._done + 1}/{self._files}] {self._path}: {self._frames}/{self._of} frames")
-
-    def finished(self, row: Row) -> None:
-        self._done += 1
-        for note in row.notes if row.status == "ok" else ():
-            self._say(f"{row.path}: {note}")
-        self._say(f"[{self._done}/{self._files}] {outcome(row)}")
-
-    def _say(self, text: str) -> None:
-        self._said = time.monotonic()
-        self._console.print(safe(text), soft_wrap=True)
-
-
-class RichObserver(Silent):
-    """Bars for files and frames; failures stay above them."""
-
-    def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[extra]}", markup=False),
-            console=console(),
-            transient=True,
-        )
-        self._file_bar: TaskID | None = None
-        self._frame_bar: TaskID | None = None
-
-    def planned(self, files: int, ranks: int) -> None:
-        self._progress.start()
-        self._file_bar = self._progress.add_task("files", total=files, extra=f"{ranks} rank(s)")
-        self._frame_bar = self._progress.add_task("frames", total=None, extra="")
-
-    def note(self, text: str) -> None:
-        self._progress.console.print(safe(text), soft_wrap=True)
-
-    def started(self, path: str, frames: int) -> None:
-        if self._frame_bar is not None:
-            self._progress.reset(self._frame_bar, total=frames, extra=safe(path).plain)
-
-    def advanced(self, frames: int) -> None:
-        if self._frame_bar is not None:
-            self._progress.advance(self._frame_bar, frames)
-
-    def finished(self, row: Row) -> None:
-        if self._file_bar is not None:
-            self._progress.advance(self._file_bar)
-        for note in row.notes if row.status == "ok" else ():
-            self.note(f"{row.path}: {note}")
-        if row.status == "failed":
-            self.note(outcome(row))
-
-    def stop(self) -> None:
-        self._progress.stop()
-
-
 def outcome(row: Row) -> str:
     """One line for one file."""
     if row.status == "failed":
@@ -160,13 +70,6 @@ def outcome(row: Row) -> str:
     if row.status == "not tried":
         return f"not tried: {row.path}"
     return f"ok: {row.path} -> {where} ({row.frames} x {row.width}x{row.height}, {row.mode}, {row.seconds:.2f} s)"
-
-
-def observer(*, quiet: bool) -> Observer:
-    """The observer for where standard error goes."""
-    if quiet:
-        return QuietObserver()
-    return RichObserver() if sys.stderr.isatty() else PlainObserver()
 
 
 def closing_table(report: RunReport) -> None:

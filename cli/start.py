@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
 from vaepar import launch
 from vaepar.errors import UsageError
 from vaepar.jobs.report import Observer, RunReport, Silent
 from vaepar.jobs.request import BatchRequest
 
-from .output import closing_table, observer, set_up_logging
+from .output import closing_table, set_up_logging
+from .progress import Dialect, observer, print_summary
 
-if TYPE_CHECKING:
-    from vaepar.parallel.group import RankGroup
-
-Run = Callable[[BatchRequest, "RankGroup", Observer], RunReport]
+# The second argument is the group of ranks that ``launch.joined`` gives.
+Run = Callable[[BatchRequest, Any, Observer], RunReport]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +25,7 @@ class Talk:
 
     verbose: bool = False
     quiet: bool = False
+    dialect: Dialect = field(default_factory=Dialect)
 
     def __post_init__(self) -> None:
         if self.verbose and self.quiet:
@@ -39,6 +39,8 @@ class Start:
     ranks: int | None = None
     device: str = "auto"
     timeout: float = 300
+    max_restarts: int = 0
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         if self.device not in launch.DEVICES:
@@ -55,23 +57,36 @@ def start(request: BatchRequest, where: Start, talk: Talk, load_run: Callable[[]
         load_run: imports the operation; called only where it runs, because it loads torch.
     """
     world = launch.World.from_environment()
-    speaks = world.rank == 0
-    set_up_logging(verbose=talk.verbose, quiet=talk.quiet, speaks=speaks)
+    set_up_logging(verbose=talk.verbose, quiet=talk.quiet, speaks=world.rank == 0)
     count = launch.choose_ranks(where.ranks, where.device, world)
     if count > 1 and not world.launched:
-        from vaepar.jobs.models import locate_model
-
-        source = locate_model(request.model, variant=request.variant, allow_download=request.allow_download)
-        launch.check_memory(count, source.weight_bytes)
-        return launch.start_ranks(sys.argv[1:], count)
-    run = load_run()
+        return _start_ranks(request, count, where)
     with launch.joined(world, where.device, where.timeout) as group:
-        watching = observer(quiet=talk.quiet) if speaks else Silent()
-        try:
-            report = run(request, group, watching)
-        finally:
-            watching.stop()
-        if speaks and not talk.quiet:
-            closing_table(report)
+        report = _run(request, group, talk, load_run())
         group.gather_values(0)  # a launcher stops all ranks when the first one ends with an error: leave together
     return report.exit_code
+
+
+def _start_ranks(request: BatchRequest, count: int, where: Start) -> int:
+    from vaepar.jobs.lists import stdin_for_ranks
+    from vaepar.jobs.models import locate_model
+
+    source = locate_model(request.model, variant=request.variant, allow_download=request.allow_download)
+    launch.check_memory(count, source.weight_bytes)
+    arguments = sys.argv[1:]
+    with stdin_for_ranks(arguments, request.inputs):
+        return launch.start_ranks(arguments, count, max_restarts=where.max_restarts)
+
+
+def _run(request: BatchRequest, group: Any, talk: Talk, run: Run) -> RunReport:
+    speaks = group.rank == 0
+    watching = observer(talk.dialect, quiet=talk.quiet) if speaks else Silent()
+    try:
+        report = run(request, group, watching)
+    finally:
+        watching.stop()
+    if speaks and talk.dialect.rows:
+        print_summary(report)
+    if speaks and not talk.quiet and talk.dialect.settled() in ("rich", "plain", "openjd"):
+        closing_table(report)
+    return report

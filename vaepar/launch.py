@@ -5,16 +5,19 @@ The only reader of torchrun's environment.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from vaepar.errors import UsageError, VaeparError
+from vaepar.errors import InterruptedRunError, UsageError, VaeparError
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
 
+_RESTARTS = "VAEPAR_RESTARTS"
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -34,6 +39,7 @@ class World:
         rank, size: global rank and number of ranks.
         local_rank, local_size: the same on this machine.
         launched: whether a launcher (torchrun, or this package) started the ranks.
+        restarts: how often the launcher has started them again.
     """
 
     rank: int = 0
@@ -41,6 +47,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     launched: bool = False
+    restarts: int = 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
@@ -56,6 +63,7 @@ class World:
             rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
             local_rank = int(env.get("LOCAL_RANK", rank))
             local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+            restarts = max(int(env.get("TORCHELASTIC_RESTART_COUNT", 0)), int(env.get(_RESTARTS, 0)))
         except ValueError as error:
             raise UsageError(f"the launcher's variables RANK, WORLD_SIZE and so on must be numbers: {error}") from None
         if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
@@ -63,7 +71,7 @@ class World:
                 f"the launcher's variables do not fit together: RANK={rank}, WORLD_SIZE={size}, "
                 f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}"
             )
-        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, launched=True)
+        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, launched=True, restarts=restarts)
 
 
 def usable_cores() -> int:
@@ -155,20 +163,46 @@ def _device(world: World, device: str) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def start_ranks(arguments: Sequence[str], ranks: int) -> int:
+def start_ranks(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int:
     """Run ``python -m vaepar ARGUMENTS`` on ``ranks`` new processes of this machine; their exit code.
 
     All ranks of a run end with the same code; where they do not (one was killed), it is that of the first that failed,
-    128 + N for signal N.
+    128 + N for signal N. SIGINT and SIGTERM go on to the ranks, which end in their own time; a second one ends them at
+    once.
+
+    Args:
+        arguments: of the command line.
+        ranks: how many.
+        max_restarts: how often all ranks start again after one was killed. What they had finished is not redone. A
+            rank that ends with an error has said why, and would say it again.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    # The agent reports each failed rank with a traceback of its own; the ranks have said what is to be said.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    with _Forwarding() as signals:
+        for restart in range(max_restarts + 1):
+            os.environ[_RESTARTS] = str(restart)
+            code = _run_ranks(arguments, ranks)
+            if code >= 0 or signals.asked:
+                break
+            if restart < max_restarts:
+                logger.warning(
+                    "a rank was ended by %s; starting the ranks again (%d of %d)",
+                    signal.Signals(-code).name,
+                    restart + 1,
+                    max_restarts,
+                )
+        if signals.asked == 1 and code in (-signal.SIGTERM, -signal.SIGINT):
+            # The first signal came before the ranks listened, so nothing was under way: as safe as a clean stop.
+            return InterruptedRunError.exit_code
+    return _exit_code(code)
+
+
+def _run_ranks(arguments: Sequence[str], ranks: int) -> int:
+    """The exit code of the first rank that failed, negative for a signal; 0 when none did."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The agent reports each failed rank with a traceback of its own; the ranks have said what is to be said.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    threads = str(max(1, usable_cores() // ranks))
-    os.environ.setdefault("OMP_NUM_THREADS", threads)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -179,13 +213,43 @@ def start_ranks(arguments: Sequence[str], ranks: int) -> int:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    # Its own handler would end the agent at the first signal, and the ranks' exit code with it.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+    if hasattr(config, "signals_to_handle"):
+        config.signals_to_handle = ""
     try:
         elastic_launch(config, sys.executable)("-m", "vaepar", *arguments)
     except ChildFailedError as error:
-        return _exit_code(error.get_first_failure()[1].exitcode)
-    except SignalException as error:
-        return 128 + int(error.sigval)
+        return int(error.get_first_failure()[1].exitcode)
     return 0
+
+
+class _Forwarding:
+    """While the block runs, SIGINT and SIGTERM of this process go to its children (the ranks), and are counted."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Forwarding:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._forward)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        import psutil
+
+        self.asked += 1
+        children = psutil.Process().children()
+        if not children:
+            raise InterruptedRunError(f"stopped by {signal.Signals(number).name} before the ranks had started")
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
 
 
 def _exit_code(code: int) -> int:

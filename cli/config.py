@@ -1,0 +1,88 @@
+"""``--config FILE.toml``: options of a command from a file, below the command line and the environment in rank."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from vaepar.errors import UsageError
+from vaepar.latents.text import listed, shown
+
+_MAX_BYTES = 2**20
+_NOT_IN_FILES = frozenset({"config", "print_config", "help"})
+
+
+def take_file(ctx: typer.Context, value: str | None) -> str | None:
+    """Callback of ``--config``: give the file's values to the options that the command line leaves out.
+
+    Keys are the options' names (``tile-size`` or ``tile_size``); a table with the command's name holds options of that
+    command alone, and comes before the keys outside of it. Raises :class:`UsageError` for a key that is no option.
+    """
+    if value is None or ctx.resilient_parsing:
+        return value
+    content = _read(Path(value))
+    command = ctx.command.name or ""
+    names = {plain(param.name or ""): str(param.name) for param in ctx.command.params}
+    tables = {key: table for key, table in content.items() if isinstance(table, Mapping)}
+    settings: dict[str, Any] = {}
+    top = {key: setting for key, setting in content.items() if key not in tables}
+    unknown = [key for key in tables if key not in ("decode", "encode")]
+    if unknown:
+        raise UsageError(f"--config {shown(value)}: no table is called {listed(unknown)}; there are decode and encode")
+    for part in (top, tables.get(command, {})):
+        for key, setting in part.items():
+            settings[_name_of(key, names, value)] = setting
+    ctx.default_map = {**(ctx.default_map or {}), **settings}
+    return value
+
+
+def plain(name: str) -> str:
+    """An option's name as files have it: ``format_`` is ``format``."""
+    return name.rstrip("_")
+
+
+def to_toml(values: Mapping[str, Any]) -> str:
+    """Options as lines of TOML; those without a value as comments."""
+    lines = []
+    for name, value in values.items():
+        if plain(name) in _NOT_IN_FILES or isinstance(value, typer.Context):
+            continue
+        key = plain(name).replace("_", "-")
+        lines.append(f"# {key} =" if value is None else f"{key} = {_literal(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _name_of(key: str, names: Mapping[str, str], file: str) -> str:
+    wanted = key.replace("-", "_")
+    if wanted in names and wanted not in _NOT_IN_FILES:
+        return names[wanted]
+    close = difflib.get_close_matches(wanted, names, 1)
+    guess = f"; did you mean '{close[0].replace('_', '-')}'?" if close else ""
+    raise UsageError(f"--config {shown(file)}: '{shown(key)}' is no option of this command{guess}")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise UsageError(f"--config {shown(path)} is larger than {_MAX_BYTES} bytes; it is no file of options")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        words = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--config {shown(path)} cannot be read: {shown(words)}") from None
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    # JSON's escapes are TOML's too, except that TOML wants DEL escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
