@@ -359,7 +359,8 @@ def test_requests_that_cannot_be(options: dict[str, Any], words: str) -> None:
     [
         (make_wan22, (1, 3, 1, 32, 40), "multiples of 16"),
         (make_wan22, (1, 3, 1, 33, 32), "multiples of 16"),
-        (make_kl, (1, 3, 7, 32), "needs 8 rows"),
+        (make_kl, (1, 3, 7, 32), "needs 8 or more"),
+        (make_kl, (1, 3, 32, 7), "needs 8 or more"),
     ],
 )
 def test_pixels_that_cannot_be(make: Callable[..., Any], shape: tuple[int, ...], words: str) -> None:

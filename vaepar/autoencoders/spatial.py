@@ -96,26 +96,20 @@ def shard_encode(
     _check_request(vae, x, group, axis, 0 if owner is None else owner, frames_per_step)
     prepare_shards(vae)
     model = cast(Any, vae)
-    causal = isinstance(vae, _CAUSAL_FAMILIES)
     patch = _patch_size(vae)
-    extent = x.shape[_DIMS[axis]] // patch
-    _check_whole_patches(vae, x, patch)
-    layouts = encode_layouts(extent, group.size, _doublings(vae))
+    _check_pixels(vae, x, patch)
+    layouts = encode_layouts(x.shape[_DIMS[axis]] // patch, group.size, _doublings(vae))
     request = _Request(group, axis, layouts, owner)
     try:
+        group.check_alarm()
         rows = None
         if request.context is not None:
             own = request.own_rows(x, layouts[0], patch)
-            run = _encode_frames if causal else _encode_image
-            rows = run(model, own, request, frames_per_step)
-        channels = (
-            model.quant_conv.out_channels if model.quant_conv is not None else model.encoder.conv_out.out_channels
-        )
-        shape = [x.shape[0], channels, *x.shape[2:]]
-        if causal:
-            shape[2] = 1 + (x.shape[2] - 1) // 4
-        shape[-2:] = [size // patch >> _doublings(vae) for size in x.shape[-2:]]
-        moments = request.deliver(rows, layouts[-1], shape, x)
+            if isinstance(vae, _CAUSAL_FAMILIES):
+                rows = _encode_frames(model, own, request.context, frames_per_step)
+            else:
+                rows = _encode_image(model, own, request.context)
+        moments = request.deliver(rows, layouts[-1], _moments_shape(vae, x, patch), x)
         request.settle()
         return moments
     finally:
@@ -244,24 +238,21 @@ def _decode_step(model: Any, z: Tensor, context: ShardContext, cache: list[Any],
 
 
 @torch.no_grad()
-def _encode_image(model: Any, x: Tensor, request: _Request, frames_per_step: int) -> Tensor:
-    request.group.check_alarm()
-    assert request.context is not None
-    with _running(model, request.context):
+def _encode_image(model: Any, x: Tensor, context: ShardContext) -> Tensor:
+    with _running(model, context):
         moments = model.encoder(x)
         return cast(Tensor, moments if model.quant_conv is None else model.quant_conv(moments))
 
 
 @torch.no_grad()
-def _encode_frames(model: Any, x: Tensor, request: _Request, frames_per_step: int) -> Tensor:
-    assert request.context is not None
+def _encode_frames(model: Any, x: Tensor, context: ShardContext, frames_per_step: int) -> Tensor:
     cache = _new_cache(model.encoder)
     latents = []
     try:
         for start, stop in _steps(1 + (x.shape[2] - 1) // 4, frames_per_step):
-            request.group.check_alarm()
+            context.group.check_alarm()
             low, high = (0, 1) if start == 0 else (4 * start - 3, 4 * stop - 3)
-            with _running(model, request.context):
+            with _running(model, context):
                 frames = patchify(x[:, :, low:high], patch_size=_patch_size(model))
                 latents.append(model.quant_conv(model.encoder(frames, feat_cache=cache, feat_idx=[0])))
         return torch.cat(latents, 2)
@@ -315,11 +306,19 @@ def _check_request(vae: nn.Module, x: Tensor, group: RankGroup, axis: Axis, owne
         raise UsageError(f"frames_per_step is {frames_per_step}; it is 1 or more")
 
 
-def _check_whole_patches(vae: nn.Module, x: Tensor, patch: int) -> None:
+def _check_pixels(vae: nn.Module, x: Tensor, patch: int) -> None:
+    ratio = patch << _doublings(vae)
     residual = bool(getattr(cast(Any, vae).config, "is_residual", False))
-    multiple = patch << _doublings(vae) if residual else patch
-    if any(size % multiple for size in x.shape[-2:]):
+    multiple = ratio if residual else patch
+    if any(size % multiple or size < ratio for size in x.shape[-2:]):
         raise UsageError(
-            f"{type(vae).__name__} got pixels of {x.shape[-2]}x{x.shape[-1]}; "
-            f"height and width are multiples of {multiple}"
+            f"{type(vae).__name__} got pixels of {x.shape[-2]}x{x.shape[-1]}; it needs {ratio} or more"
+            f"{f', multiples of {multiple},' if multiple > 1 else ''} in height and in width"
         )
+
+
+def _moments_shape(vae: nn.Module, x: Tensor, patch: int) -> list[int]:
+    model = cast(Any, vae)
+    last = model.quant_conv if model.quant_conv is not None else model.encoder.conv_out
+    frames = [1 + (x.shape[2] - 1) // 4] if x.ndim == 5 else []
+    return [x.shape[0], last.out_channels, *frames, *(size // patch >> _doublings(vae) for size in x.shape[-2:])]

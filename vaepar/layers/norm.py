@@ -12,8 +12,8 @@ from vaepar.layers.context import ShardContext, active_shard
 from vaepar.layers.inputs import channels_last
 from vaepar.parallel.halo import gather_parts
 
-# torch sums a channel of a channels_last map one position after the other: over 400000 positions a variance is off by
-# 1e-4, and its own GroupNorm, which subtracts squares, by 1e-3 of the result. Over blocks of this size 1e-6 is kept.
+# On CPU torch sums a channel of a channels_last map one position after the other: over 400000 positions a variance is
+# off by 1e-4, and its own GroupNorm, which subtracts squares, by 1e-3 of the result. Blocks of this size keep 1e-6.
 _BLOCK_POSITIONS = 4096
 
 _RMS_FLOOR = 1e-12  # that of torch.nn.functional.normalize, which Wan and Qwen-Image call
@@ -79,7 +79,8 @@ def group_norm(context: ShardContext, norm: nn.GroupNorm, x: Tensor) -> Tensor:
 
 def _moments(x: Tensor, groups: int) -> Tensor:
     """Mean and variance of each group of [b, c, h, w], [2, b, groups], at least float32."""
-    blocks = x.split(max(1, _BLOCK_POSITIONS // x.shape[3]), 2)
+    rows = max(1, _BLOCK_POSITIONS // x.shape[3]) if x.device.type == "cpu" else x.shape[2]
+    blocks = x.split(rows, 2)
     parts = torch.stack([_channel_moments(block) for block in blocks])
     channels = _joined(parts, [block.shape[2] for block in blocks])
     return _joined(channels.unflatten(2, (groups, -1)).movedim(3, 0), [1] * (x.shape[1] // groups))
