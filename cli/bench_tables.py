@@ -50,7 +50,7 @@ _LEGEND = (
 
 
 def _speed_table(rows: list[Row]) -> Table:
-    table = _table("case", "runs", "ranks", "threads", "seconds", "vs one rank", "efficiency")
+    table = _table("case", "ranks x threads", "seconds", "vs one rank", "efficiency")
     table.add_column("vs stock one thread", justify="right")
     table.add_column("vs stock same threads", justify="right")
     for row in rows:
@@ -59,7 +59,6 @@ def _speed_table(rows: list[Row]) -> Table:
             seconds = f"{row.latency.median:.3f} [{row.latency.minimum:.3f} .. {row.latency.maximum:.3f}]"
         cells = (
             *_names(row),
-            str(row.case.threads),
             seconds,
             _times(row.speed_up),
             "" if row.efficiency is None else f"{row.efficiency:.0%}",
@@ -71,14 +70,14 @@ def _speed_table(rows: list[Row]) -> Table:
 
 
 def _cost_table(rows: list[Row]) -> Table:
-    table = _table("case", "runs", "ranks", "memory", "vs one rank", "sent", "messages", "rounds")
+    table = _table("case", "ranks x threads", "memory", "vs one rank", "vs stock", "sent", "messages", "rounds")
     for name in ("max abs untiled", "PSNR untiled", "max abs tiled", "PSNR tiled"):
         table.add_column(name, justify="right")
     for row in rows:
         cells = (
             *_names(row),
             "" if row.peak_bytes is None else human_bytes(row.peak_bytes),
-            "" if row.peak_to_one_rank is None else f"{row.peak_to_one_rank:.2f}x",
+            *("" if part is None else f"{part:.2f}x" for part in (row.peak_to_one_rank, row.peak_to_stock)),
             *((human_bytes(row.sent_bytes), str(row.messages), str(row.rounds)) if row.case.ranks > 1 else ("",) * 3),
             *_gap(row.to_untiled),
             *_gap(row.to_tiled),
@@ -90,13 +89,14 @@ def _cost_table(rows: list[Row]) -> Table:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="left" if name in ("case", "runs") else "right", overflow="fold")
+        table.add_column(name, justify="left" if name == "case" else "right", no_wrap=name == "case")
     return table
 
 
-def _names(row: Row) -> tuple[str, str, str]:
+def _names(row: Row) -> tuple[str, str]:
     case = row.case
-    return case.name, "diffusers" if case.is_stock else case.strategy, str(case.ranks)
+    name = case.name if case.is_stock or case.name == case.strategy else f"{case.name}: {case.strategy}"
+    return name, f"{case.ranks} x {case.threads}"
 
 
 def _times(ratio: Ratio | None) -> str:

@@ -67,6 +67,15 @@ def test_every_case_finds_what_it_is_compared_to(counts: list[int], modes: list[
                 assert stock.name == (STOCK_TILED if case.strategy == "tile" else STOCK_UNTILED)
 
 
+def test_threads_of_stock_do_not_matter_where_only_one_number_was_measured() -> None:
+    cases = plan_cases([TILE, AUTO], [2], 8, choose, stock_threads=[8])
+    for case in cases:
+        for threads in (1, 16):
+            stock = stock_of(case, cases, threads)
+            assert stock is not None
+            assert stock.threads == 8
+
+
 def test_a_latent_of_one_tile_is_compared_with_the_direct_way() -> None:
     cases = plan_cases(
         [AUTO], [2], 1, lambda mode, count: Selection(mode="direct", reason="one tile"), stock_threads=[1]
@@ -126,7 +135,7 @@ def test_rows_read_the_measurements() -> None:
     assert tile.stock_same_threads is not None
     assert (tile.speed_up.value, tile.speed_up.minimum, tile.speed_up.maximum) == (1.6, 4 / 3, 2.0)
     assert tile.stock_same_threads.value == 2.0
-    assert (tile.peak_bytes, tile.peak_to_one_rank) == (60, 0.6)
+    assert (tile.peak_bytes, tile.peak_to_one_rank, tile.peak_to_stock) == (60, 0.6, 0.6)
     assert (tile.sent_bytes, tile.messages, tile.rounds, tile.imbalance) == (20, 4, 1, 1.5)
     assert rows["stock tiled, 1 x 1"].speed_up is None
 
@@ -145,7 +154,7 @@ def test_memory_that_is_not_measured_is_not_made_up() -> None:
     result = shape_result({})
     for measured in result.cases:
         measured.samples = [replace(one, peak_bytes=[None, None]) for one in measured.samples]
-    assert all(row.peak_bytes is None and row.peak_to_one_rank is None for row in result.rows())
+    assert all(row.peak_bytes is row.peak_to_one_rank is row.peak_to_stock is None for row in result.rows())
 
 
 def test_what_sleeping_ranks_used() -> None:

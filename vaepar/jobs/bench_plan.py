@@ -118,9 +118,13 @@ def alone_of(case: Case, cases: Iterable[Case]) -> Case | None:
 
 
 def stock_of(case: Case, cases: Iterable[Case], threads: int) -> Case | None:
-    """The stock case that makes the same picture with so many threads: tiled for tiles, untiled for the rest."""
+    """The stock case that makes the same picture with so many threads: tiled for tiles, untiled for the rest.
+
+    Where it was measured with one number of threads only (on GPUs, where they do not matter), that one.
+    """
     name = case.strategy if case.is_stock else STOCK_TILED if case.strategy == VaeParallelMode.TILE else STOCK_UNTILED
-    return next((other for other in cases if other.name == name and other.threads == threads), None)
+    found = [other for other in cases if other.name == name]
+    return found[0] if len(found) == 1 else next((other for other in found if other.threads == threads), None)
 
 
 def _unique(values: Iterable[_T]) -> list[_T]:

@@ -78,7 +78,8 @@ class Row:
         speed_up: over one rank that does the same work; ``efficiency`` is its part of the number of ranks.
         stock_one_thread, stock_same_threads: speed-up over stock diffusers (tiled for tile, else untiled) with one
             thread, and with as many threads as all ranks have together.
-        peak_bytes: highest activation memory of a rank; ``peak_to_one_rank`` its ratio to one rank's, same work.
+        peak_bytes: highest activation memory of a rank; ``peak_to_one_rank`` is its ratio to that of one rank that
+            does the same work, ``peak_to_stock`` to that of stock diffusers with one thread.
         sent_bytes, messages: of all ranks in one pass; ``rounds``: of the rank that waited most often.
         imbalance: busy time of the busiest rank through the mean.
     """
@@ -91,6 +92,7 @@ class Row:
     stock_same_threads: Ratio | None = None
     peak_bytes: int | None = None
     peak_to_one_rank: float | None = None
+    peak_to_stock: float | None = None
     sent_bytes: int = 0
     messages: int = 0
     rounds: int = 0
@@ -201,6 +203,7 @@ def _row(result: CaseResult, results: Sequence[CaseResult]) -> Row:
     cases = [other.case for other in results]
     alone = None if case.is_stock else _find(alone_of(case, cases), results)
     speed_up = _ratio(alone, result)
+    stock = _find(stock_of(case, cases, 1), results)
     total_threads = case.ranks * case.threads
     first = result.samples[0]
     return Row(
@@ -208,10 +211,11 @@ def _row(result: CaseResult, results: Sequence[CaseResult]) -> Row:
         latency=summarise(result.seconds),
         speed_up=speed_up,
         efficiency=None if speed_up is None else efficiency(speed_up.value, case.ranks),
-        stock_one_thread=_ratio(_find(stock_of(case, cases, 1), results), result),
+        stock_one_thread=_ratio(stock, result),
         stock_same_threads=_ratio(_find(stock_of(case, cases, total_threads), results), result),
         peak_bytes=result.peak_bytes,
         peak_to_one_rank=_peak_ratio(result, alone),
+        peak_to_stock=_peak_ratio(result, stock),
         sent_bytes=sum(first.sent_bytes),
         messages=sum(first.messages),
         rounds=max(first.rounds),
@@ -232,8 +236,8 @@ def _ratio(slower: CaseResult | None, faster: CaseResult) -> Ratio | None:
     return ratio(slower.seconds, faster.seconds)
 
 
-def _peak_ratio(result: CaseResult, alone: CaseResult | None) -> float | None:
-    ours, theirs = result.peak_bytes, None if alone is None else alone.peak_bytes
+def _peak_ratio(result: CaseResult, other: CaseResult | None) -> float | None:
+    ours, theirs = result.peak_bytes, None if other is None else other.peak_bytes
     return ours / theirs if ours is not None and theirs else None
 
 
