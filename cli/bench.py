@@ -27,7 +27,6 @@ from vaepar.jobs.bench_request import (
 )
 
 from . import options
-from .bench_tables import print_report
 from .options import MODEL, OUTPUT, PARALLEL
 from .output import complain, console, safe, set_up_logging
 from .start import Start
@@ -154,6 +153,8 @@ def _run(make: partial[BenchRequest], counts: tuple[int, ...] | None, where: Sta
         launch.check_memory(most, _weight_bytes(request))
         return launch.start_ranks(sys.argv[1:], most)
     from vaepar.jobs.bench import SilentProgress, run_bench
+
+    from .bench_tables import print_report  # loads torch, as the bench itself
 
     with launch.joined(world, where.device, where.timeout) as group:
         watching = SilentProgress() if quiet or not speaks else _progress()

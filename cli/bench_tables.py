@@ -62,8 +62,8 @@ def _speed_table(rows: list[Row]) -> Table:
             seconds,
             _times(row.speed_up),
             "" if row.efficiency is None else f"{row.efficiency:.0%}",
-            _times(row.stock_one_thread),
-            _times(row.stock_same_threads),
+            "" if row.stock_one_thread is None else f"{row.stock_one_thread.value:.2f}x",
+            "" if row.stock_same_threads is None else f"{row.stock_same_threads.value:.2f}x",
         )
         table.add_row(*(safe(cell) for cell in cells))
     return table

@@ -60,7 +60,6 @@ def write_plot(path: Path, report: BenchReport) -> None:
 def _draw(result: ShapeResult, modes: Sequence[str], speed: Any, memory: Any, counts: list[int]) -> None:
     title = "x".join(map(str, result.shape))
     speed.plot(counts, counts, linestyle="--", color="grey", label="ideal")
-    start = 0.0
     for name, rows in curves(result, modes).items():
         with_ratio = [(row.case.ranks, row.speed_up) for row in rows if row.speed_up is not None]
         values = [ratio.value for _, ratio in with_ratio]
@@ -70,10 +69,10 @@ def _draw(result: ShapeResult, modes: Sequence[str], speed: Any, memory: Any, co
         ]
         speed.errorbar([ranks for ranks, _ in with_ratio], values, yerr=spread, marker="o", capsize=3, label=name)
         peaks = [(row.case.ranks, row.peak_bytes / 2**20) for row in rows if row.peak_bytes is not None]
-        memory.plot([ranks for ranks, _ in peaks], [peak for _, peak in peaks], marker="o", label=name)
-        start = max([start, *(peak for ranks, peak in peaks if ranks == 1)])
-    if start:
-        memory.plot(counts, [start / count for count in counts], linestyle="--", color="grey", label="ideal")
+        (line,) = memory.plot([ranks for ranks, _ in peaks], [peak for _, peak in peaks], marker="o", label=name)
+        for start in (peak for ranks, peak in peaks if ranks == 1):
+            ideal = [start / count for count in counts]
+            memory.plot(counts, ideal, linestyle="--", color=line.get_color(), alpha=0.6, label=f"{name}, ideal")
     for panel, label in ((speed, "times as fast as one rank"), (memory, "peak activation memory of a rank, MiB")):
         panel.set(title=title, xlabel="ranks", ylabel=label, xticks=counts, ylim=(0, None))
         panel.grid(alpha=0.3)
