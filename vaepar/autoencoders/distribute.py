@@ -13,7 +13,6 @@ from vaepar.autoencoders.registry import adapter_for
 from vaepar.config import VaeParallelConfig, VaeParallelMode
 from vaepar.errors import ModelError
 from vaepar.parallel.group import RankGroup
-from vaepar.parallel.torch_group import default_group
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def distribute(
         mode: ``tile`` (equal to diffusers' tiling), ``spatial_shard_height`` or ``spatial_shard_width`` (equal to
             diffusers without tiling), or ``auto``.
         group: the ranks. When None: the group that the model already shares with others, else all ranks of
-            ``torch.distributed``, else this process alone.
+            ``torch.distributed`` (wherever the model is moved later), else this process alone.
 
     Returns:
         ``vae`` itself.
@@ -64,28 +63,23 @@ def distribute(
         UsageError: a size below 1 or an unknown mode.
         UnsupportedModeError: a mode that the family does not have.
 
-        After an error nothing about ``vae`` has changed.
+        After one of these errors nothing about ``vae`` has changed.
     """
     adapter = _adapter_of(vae)
     config = VaeParallelConfig(vae_patch_parallel_size=1 if size is None else size, vae_parallel_mode=mode)  # type: ignore[arg-type]  # parsed there
     adapter.capability.require_decode(config.vae_parallel_mode)
-    group = group or _group_of(vae) or default_group(next(vae.parameters()).device)
     if not isinstance(vae, DistributedVaeMixin):
         vae.__class__ = adapter
         take_module(vae)
-    vae.init_distributed(group)
+    if group is not None or vae._executor is None or vae.distributed_executor.group.size == 1:
+        vae.init_distributed(group)
+    group = vae.distributed_executor.group
     vae.set_parallel_size(group.size if size is None else size, mode=config.vae_parallel_mode)
     if vae.distributed_executor.parallel_size > 1 and not vae.use_tiling and group.rank == 0:
         logger.warning(
             "tiling is off, so each of %d ranks would decode alone; call enable_tiling() to share", group.size
         )
     return vae
-
-
-def _group_of(vae: Any) -> RankGroup | None:
-    """The group of several ranks that a model is in already."""
-    executor = vae._executor if isinstance(vae, DistributedVaeMixin) else None
-    return executor.group if executor is not None and executor.group.size > 1 else None
 
 
 def _adapter_of(vae: Any) -> Any:

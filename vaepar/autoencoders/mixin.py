@@ -54,6 +54,7 @@ class DistributedVaeMixin(SavedAsDiffusers):
 
     use_tiling: bool
     _executor: DistributedVaeExecutor | None = None
+    _in_default_group: bool = False
     _mode: VaeParallelMode = VaeParallelMode.TILE
 
     def init_distributed(self, group: RankGroup | None = None) -> None:
@@ -61,8 +62,10 @@ class DistributedVaeMixin(SavedAsDiffusers):
 
         Args:
             group: the ranks that decode together. When None: all ranks of ``torch.distributed``, on this model's
-                device, or this process alone where that is not initialised.
+                device, or this process alone where that is not initialised. That group follows a model that is
+                moved later; a group given here does not.
         """
+        self._in_default_group = group is None
         if group is None:
             group = default_group(next(iter(self.parameters())).device)  # type: ignore[attr-defined]
         self._executor = DistributedVaeExecutor(group)
@@ -103,6 +106,19 @@ class DistributedVaeMixin(SavedAsDiffusers):
             size = group.size
         self._executor = DistributedVaeExecutor(group, size)
         self._mode = config.vae_parallel_mode
+
+    def _follow(self, tensor: Tensor) -> None:
+        """Join the default group again where a request is on another device, as after ``pipe.to("cuda")``."""
+        group, device = self.distributed_executor.group, tensor.device
+        same = group.device.type == device.type and group.device.index in (None, device.index)
+        if same or group.size == 1:
+            return
+        with agreed(group, "device"):
+            if not self._in_default_group:
+                raise UsageError(f"the request is on {device}, the group of ranks given was made for {group.device}")
+            # All ranks must come here: one that has not moved brings another fingerprint, and all of them fail.
+            agree_on(group, "devices", f"a request on {device.type}")
+        self._executor = DistributedVaeExecutor(default_group(device), self.distributed_executor.parallel_size)
 
     # What a family brings.
 
@@ -245,6 +261,7 @@ class DistributedVaeMixin(SavedAsDiffusers):
 
     def tiled_decode_distributed(self, z: Tensor, return_dict: bool) -> DecoderOutput | tuple[Tensor]:
         """The body of a family's ``tiled_decode`` when :meth:`is_distributed_enabled`."""
+        self._follow(z)
         with torch.no_grad():
             result = self.distributed_executor.collect(z, lambda: self.decode_chunks(z), self.broadcast_result)
         return DecoderOutput(sample=result) if return_dict else (result,)
@@ -283,6 +300,7 @@ class DistributedVaeMixin(SavedAsDiffusers):
         """The body of a family's ``_encode``: a shard where one is selected, else ``plain``, diffusers' own."""
         if not self.is_distributed_enabled():
             return plain(x)
+        self._follow(x)
         selection = self.select_encode_mode(x.shape)
         if selection.refused is not None:
             self.on_refused(selection)
@@ -300,6 +318,7 @@ class DistributedVaeMixin(SavedAsDiffusers):
 
     def tiled_encode_distributed(self, x: Tensor) -> Tensor:
         """The body of a family's tiled encode when :meth:`is_distributed_enabled`: moments on every rank."""
+        self._follow(x)
         operator = self._encode_operator(self.encode_tile_split)
         with torch.no_grad():
             return self.distributed_executor.execute(x, operator, broadcast_result=True)
