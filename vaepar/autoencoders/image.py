@@ -99,14 +99,14 @@ class ImageTileMixin(DistributedVaeMixin):
         tile = self.encoder(task.tensor)
         yield tile if self.quant_conv is None else self.quant_conv(tile)
 
-    def whole_pixels(self, feed: FrameFeed) -> Tensor:
+    def shard_pixels(self, feed: FrameFeed) -> Tensor:
         return feed.frames(0, 1)[:, :, 0]
 
     def encode_direct(self, feed: FrameFeed) -> Iterator[Tensor]:
-        yield self._encode(self.whole_pixels(feed))  # type: ignore[attr-defined]
+        yield self._encode(self.shard_pixels(feed))  # type: ignore[attr-defined]
 
     def encode_operator(self, feed: FrameFeed) -> tuple[Tensor, DistributedOperator]:
-        return self.whole_pixels(feed), self._encode_operator(self.encode_tile_split)
+        return self.shard_pixels(feed), self._encode_operator(self.encode_tile_split)
 
     def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
         ratio = self.pixels_per_latent

@@ -171,9 +171,9 @@ class DistributedVaeMixin(SavedAsDiffusers):
     def encode_operator(self, feed: FrameFeed) -> tuple[Tensor, DistributedOperator]:
         """The tile encode of a feed for the executor, and a tensor of its input's shape."""
 
-    def whole_pixels(self, feed: FrameFeed) -> Tensor:
-        """All pixels of a feed, as ``encode`` takes them."""
-        return feed.frames(0, feed.shape[2])
+    def shard_pixels(self, feed: FrameFeed) -> Tensor | FrameFeed:
+        """A feed as a shard takes it: step by step, or the one picture of an image family."""
+        return feed
 
     def finish_tiles(self, merged: Tensor) -> Tensor:
         """What the family does to merged tiles before they are pixels (unpatchify, clamp)."""
@@ -288,7 +288,7 @@ class DistributedVaeMixin(SavedAsDiffusers):
         executor = self.distributed_executor
         if selection.axis is not None:
             with agreed(executor.group, selection.mode):
-                yield self._shard_encode(self.whole_pixels(feed), selection, owner=executor.owner)
+                yield self._shard_encode(self.shard_pixels(feed), selection, owner=executor.owner)
         elif selection.mode == DIRECT:
             with agreed(executor.group, "encode"):
                 if executor.is_owner:
@@ -310,7 +310,7 @@ class DistributedVaeMixin(SavedAsDiffusers):
             moments = self._shard_encode(x, selection, owner=None)
         return x.new_empty(0) if moments is None else moments
 
-    def _shard_encode(self, x: Tensor, selection: Selection, owner: int | None) -> Tensor | None:
+    def _shard_encode(self, x: Tensor | FrameFeed, selection: Selection, owner: int | None) -> Tensor | None:
         group = self.distributed_executor.group
         agree_on(group, "pixels", f"{tuple(x.shape)} {x.dtype}")
         axis = selection.axis or "height"

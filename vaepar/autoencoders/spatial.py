@@ -7,7 +7,7 @@ behaves as before outside of these functions; all state of a request lives in th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKL
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, WanCausalConv3d, patchify, unpatchify
 from torch import Tensor, nn
 
+from vaepar.autoencoders.feed import FrameFeed, TensorFeed, shape_of
 from vaepar.errors import UsageError
 from vaepar.layers.context import ShardContext, shard_active
 from vaepar.layers.install import install_shards
@@ -71,7 +72,7 @@ def shard_decode_chunks(
 
 def shard_encode(
     vae: nn.Module,
-    x: Tensor,
+    x: Tensor | FrameFeed,
     group: RankGroup,
     axis: Axis,
     *,
@@ -82,7 +83,8 @@ def shard_encode(
 
     Args:
         x: pixels in [-1, 1], the same on every rank, [B, 3, H, W] or [B, 3, T, H, W]; sizes that do not fill a latent
-            row or column lose the rest, and frames beyond 4n + 1 are left out, as in diffusers.
+            row or column lose the rest, and frames beyond 4n + 1 are left out, as in diffusers. A feed of a film is
+            read step by step, so that it never has to be in memory whole.
         frames_per_step: latent frames of one step after the first; Qwen-Image and Wan only.
         owner: the rank that gets the moments; None gives them to all.
 
@@ -93,23 +95,31 @@ def shard_encode(
         UsageError: the pixels, the axis or a number is not one that can be.
         PeerFailedError: another rank has raised the alarm.
     """
-    _check_request(vae, x, group, axis, 0 if owner is None else owner, frames_per_step)
+    like = x if isinstance(x, Tensor) else shape_of(x)
+    _check_request(vae, like, group, axis, 0 if owner is None else owner, frames_per_step)
     prepare_shards(vae)
     model = cast(Any, vae)
     patch = _patch_size(vae)
-    _check_pixels(vae, x, patch)
-    layouts = encode_layouts(x.shape[_DIMS[axis]] // patch, group.size, _doublings(vae))
+    _check_pixels(vae, like, patch)
+    layouts = encode_layouts(like.shape[_DIMS[axis]] // patch, group.size, _doublings(vae))
     request = _Request(group, axis, layouts, owner)
     try:
         group.check_alarm()
         rows = None
         if request.context is not None:
-            own = request.own_rows(x, layouts[0], patch)
             if isinstance(vae, _CAUSAL_FAMILIES):
-                rows = _encode_frames(model, own, request.context, frames_per_step)
+                feed = TensorFeed(x) if isinstance(x, Tensor) else x
+                rows = _encode_frames(
+                    model,
+                    lambda low, high: request.own_rows(feed.frames(low, high), layouts[0], patch),
+                    like.shape[2],
+                    request.context,
+                    frames_per_step,
+                )
             else:
-                rows = _encode_image(model, own, request.context)
-        moments = request.deliver(rows, layouts[-1], _moments_shape(vae, x, patch), x)
+                picture = x if isinstance(x, Tensor) else x.frames(0, 1)[:, :, 0]
+                rows = _encode_image(model, request.own_rows(picture, layouts[0], patch), request.context)
+        moments = request.deliver(rows, layouts[-1], _moments_shape(vae, like, patch), x)
         request.settle()
         return moments
     finally:
@@ -132,7 +142,7 @@ class _Request:
         start = layout.bounds[self.group.rank] * factor
         return x.narrow(self.dim, start, layout.length(self.group.rank) * factor)
 
-    def deliver(self, rows: Tensor | None, layout: Layout, shape: list[int], like: Tensor) -> Tensor | None:
+    def deliver(self, rows: Tensor | None, layout: Layout, shape: list[int], like: Tensor | FrameFeed) -> Tensor | None:
         """Send own finished rows to the receivers, exact size; on a receiver the whole map of ``shape``, else None."""
         self.settle()
         group = self.group
@@ -245,16 +255,19 @@ def _encode_image(model: Any, x: Tensor, context: ShardContext) -> Tensor:
 
 
 @torch.no_grad()
-def _encode_frames(model: Any, x: Tensor, context: ShardContext, frames_per_step: int) -> Tensor:
+def _encode_frames(
+    model: Any, rows: Callable[[int, int], Tensor], frames: int, context: ShardContext, frames_per_step: int
+) -> Tensor:
+    """Moments of this rank's rows; ``rows`` gives its pixels of the frames from the first to before the last number."""
     cache = _new_cache(model.encoder)
     latents = []
     try:
-        for start, stop in _steps(1 + (x.shape[2] - 1) // 4, frames_per_step):
+        for start, stop in _steps(1 + (frames - 1) // 4, frames_per_step):
             context.group.check_alarm()
             low, high = (0, 1) if start == 0 else (4 * start - 3, 4 * stop - 3)
             with _running(model, context):
-                frames = patchify(x[:, :, low:high], patch_size=_patch_size(model))
-                latents.append(model.quant_conv(model.encoder(frames, feat_cache=cache, feat_idx=[0])))
+                pixels = patchify(rows(low, high), patch_size=_patch_size(model))
+                latents.append(model.quant_conv(model.encoder(pixels, feat_cache=cache, feat_idx=[0])))
         return torch.cat(latents, 2)
     finally:
         cache.clear()
