@@ -30,7 +30,7 @@ class DistributedAutoencoderKLFlux2(AutoencoderKLFlux2, ImageTileMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As diffusers' ``from_pretrained``; the model joins the default group of ranks."""
+        """As diffusers' ``from_pretrained``; the model joins ``group=``, or the default group of ranks."""
         return take_pretrained(super().from_pretrained, *args, **kwargs)
 
     def tiled_decode(self, z: Tensor, return_dict: bool = True) -> DecoderOutput | tuple[Tensor]:

@@ -33,7 +33,7 @@ class DistributedAutoencoderKLQwenImage(AutoencoderKLQwenImage, CausalTileMixin)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As diffusers' ``from_pretrained``; the model joins the default group of ranks."""
+        """As diffusers' ``from_pretrained``; the model joins ``group=``, or the default group of ranks."""
         return take_pretrained(super().from_pretrained, *args, **kwargs)
 
     @property

@@ -40,7 +40,7 @@ class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As diffusers' ``from_pretrained``; the model joins the default group of ranks."""
+        """As diffusers' ``from_pretrained``; the model joins ``group=``, or the default group of ranks."""
         return take_pretrained(super().from_pretrained, *args, **kwargs)
 
     def on_refused(self, selection: Selection) -> None:

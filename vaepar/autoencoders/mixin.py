@@ -359,9 +359,9 @@ def require_rank(z: Tensor, rank: int, family: str) -> None:
         raise UsageError(f"a latent of shape {tuple(z.shape)} cannot be decoded by {family}; it takes {layout}")
 
 
-def take_pretrained(cls_load: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a diffusers ``from_pretrained`` and join the default group with what it loads."""
+def take_pretrained(cls_load: Any, *args: Any, group: RankGroup | None = None, **kwargs: Any) -> Any:
+    """Call a diffusers ``from_pretrained`` and join ``group``, or the default group, with what it loads."""
     loaded = cls_load(*args, **kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
-    model.init_distributed()
+    model.init_distributed(group)
     return loaded

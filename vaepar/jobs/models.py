@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vaepar.errors import ModelError
+from vaepar.errors import ModelError, VaeparError
 from vaepar.latents import VaeFacts
 from vaepar.latents.text import listed, shown
 
@@ -37,12 +37,14 @@ class ModelSource:
         folder: holds config.json and the weights.
         facts: the VAE's numbers; ``facts.class_name`` is the diffusers class.
         weights: the weight files, all of them safetensors.
+        variant: which weights of the folder they are, as diffusers names variants; None for the plain ones.
     """
 
     spec: str
     folder: Path
     facts: VaeFacts
     weights: tuple[Path, ...]
+    variant: str | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -57,8 +59,12 @@ class ModelSource:
         return total.hexdigest()
 
 
-def locate_model(spec: str, *, variant: str | None = None, allow_download: bool = True) -> ModelSource:
+def locate_model(
+    spec: str, *, variant: str | None = None, allow_download: bool = True, need_weights: bool = True
+) -> ModelSource:
     """Find a model by ``demo``, the path of a pipeline or VAE folder, or a hub id ``owner/name[@revision]``.
+
+    With ``need_weights`` false, a folder that has only its config.json is enough: for plans.
 
     Raises:
         ModelError: not found, not a VAE that is supported, no safetensors weights, or not to be had offline.
@@ -66,15 +72,15 @@ def locate_model(spec: str, *, variant: str | None = None, allow_download: bool 
     if spec == DEMO:
         from vaepar.demo import demo_vae_folder
 
-        return _inspect(spec, demo_vae_folder(), variant)
+        return _inspect(spec, demo_vae_folder(), variant, need_weights)
     path = Path(spec).expanduser()
     if path.is_dir():
-        return _inspect(spec, _vae_folder(path), variant)
+        return _inspect(spec, _vae_folder(path), variant, need_weights)
     if path.exists():
         raise ModelError(f"model {shown(spec)} is a file; a folder with config.json and its weights is needed")
     if not _HUB_ID.fullmatch(spec) or spec.startswith("."):
         raise ModelError(f"model {shown(spec)}: no such folder, and not a hub id such as 'owner/name' or 'demo'")
-    return _inspect(spec, _vae_folder(_from_hub(spec, variant, allow_download)), variant)
+    return _inspect(spec, _vae_folder(_from_hub(spec, variant, allow_download)), variant, need_weights)
 
 
 def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device, group: Any) -> Any:
@@ -84,16 +90,22 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device, gr
         ModelError: when weights are missing, unexpected, of another shape, or unreadable.
     """
     from vaepar.autoencoders import adapter_for
+    from vaepar.parallel.agreement import is_out_of_memory
 
     adapter = adapter_for(source.facts.class_name)
-    arguments: dict[str, Any] = {"torch_dtype": dtype, "use_safetensors": True, "local_files_only": True}
-    if any(".fp16." in path.name for path in source.weights):
-        arguments["variant"] = "fp16"
     with _quiet():
         try:
-            model, info = adapter.from_pretrained(str(source.folder), output_loading_info=True, **arguments)
+            model, info = adapter.from_pretrained(
+                str(source.folder),
+                output_loading_info=True,
+                torch_dtype=dtype,
+                variant=source.variant,
+                use_safetensors=True,
+                local_files_only=True,
+                group=group,
+            )
         except Exception as error:  # diffusers raises many kinds for unreadable or misshapen weights
-            if isinstance(error, MemoryError):
+            if isinstance(error, VaeparError) or is_out_of_memory(error):
                 raise
             raise ModelError(
                 f"model {shown(source.spec)} cannot be loaded: {shown(' '.join(str(error).split()))}"
@@ -107,7 +119,6 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device, gr
             )
     model.eval().requires_grad_(False)
     model.to(device)
-    model.init_distributed(group)
     return model
 
 
@@ -132,28 +143,35 @@ def _vae_folder(path: Path) -> Path:
     raise ModelError(f"model folder {shown(path)} has neither config.json nor model_index.json")
 
 
-def _inspect(spec: str, folder: Path, variant: str | None) -> ModelSource:
+def _inspect(spec: str, folder: Path, variant: str | None, need_weights: bool) -> ModelSource:
     config = _json(folder / "config.json")
     class_name = config.get("_class_name")
     if not isinstance(class_name, str):
         raise ModelError(f"{shown(folder / 'config.json')} names no class (_class_name); it is not a diffusers VAE")
     facts = VaeFacts.from_config(class_name, {key: value for key, value in config.items() if key[:1] != "_"})
-    return ModelSource(spec=spec, folder=folder, facts=facts, weights=_weights(spec, folder, variant))
+    try:
+        found, weights = _weights(spec, folder, variant)
+    except ModelError:
+        if need_weights:
+            raise
+        found, weights = variant, ()
+    return ModelSource(spec=spec, folder=folder, facts=facts, weights=weights, variant=found)
 
 
-def _weights(spec: str, folder: Path, variant: str | None) -> tuple[Path, ...]:
-    """The weight files of a variant: one file, or all shards that an index names; fp16 where there is nothing else."""
-    for tag in [f".{variant}"] if variant else ["", ".fp16"]:
+def _weights(spec: str, folder: Path, variant: str | None) -> tuple[str | None, tuple[Path, ...]]:
+    """A variant and its weight files: one, or all shards that an index names; fp16 where there are no plain ones."""
+    for name in [variant] if variant else [None, "fp16"]:
+        tag = f".{name}" if name else ""
         single = folder / f"{_WEIGHTS}{tag}.safetensors"
         if single.is_file():
-            return (single,)
+            return name, (single,)
         index = folder / f"{_WEIGHTS}.safetensors.index{tag}.json"
         if index.is_file():
-            shards = sorted({str(name) for name in _json(index).get("weight_map", {}).values()})
-            missing = [name for name in shards if Path(name).name != name or not (folder / name).is_file()]
+            shards = sorted({str(shard) for shard in _json(index).get("weight_map", {}).values()})
+            missing = [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]
             if missing or not shards:
                 raise ModelError(f"model {shown(spec)}: weight shards are missing: {listed(missing or ['all'])}")
-            return tuple(folder / name for name in shards)
+            return name, tuple(folder / shard for shard in shards)
     others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".safetensors"))
     wanted = f"{_WEIGHTS}{'.' + variant if variant else ''}.safetensors"
     raise ModelError(
@@ -222,7 +240,7 @@ def settle_dtype(asked: str, source: ModelSource, device: torch.device) -> tuple
 
     name = asked
     if asked == "auto":
-        name = "float32" if device.type == "cpu" else stored_dtype(source)
+        name = "float32" if device.type == "cpu" or not source.weights else stored_dtype(source)
     dtype: torch.dtype = getattr(torch, name)
     if dtype == torch.float16:
         said = None if asked == "auto" else asked

@@ -57,7 +57,8 @@ class VideoSettings:
         mixed = self.format == "auto"
         return OutputFormat(
             kind=kind,  # type: ignore[arg-type]  # OutputFormat checks the name itself
-            fps=None if kind == "png" else (self.fps or fps),
+            # A still has no rate of its own to give; one that was asked for is refused by the format.
+            fps=(self.fps if not mixed else None) if kind == "png" else (self.fps or fps),
             codec=self.codec if video or not mixed else None,
             crf=self.crf if video or not mixed else None,
             pix_fmt=self.pix_fmt if video or not mixed else None,
@@ -150,6 +151,10 @@ def _check_template(template: str) -> None:
         fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise UsageError(f"--name '{template}' is not a template: {error}") from None
+    try:
+        template.format(stem="x", parent="x", index="00000")
+    except (KeyError, IndexError, ValueError, AttributeError):
+        fields = []
     unknown = [name for name in fields if name not in _NAME_FIELDS]
     if unknown or not fields or "/" in template or "\\" in template:
         raise UsageError(

@@ -216,6 +216,7 @@ class LatentFacts:
             "prescale": self.prescale,
             "original_size": None if self.original_size is None else list(self.original_size),
             "fps": None if self.fps is None else float(self.fps),
+            "original_frames": self.original_frames,
             "seed": self.seed,
             "prompt": self.prompt,
             "header_digest": self.header.header_digest,

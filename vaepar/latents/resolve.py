@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from vaepar.latents.case import Case, count, pair
+from vaepar.latents.case import Case, count, pair, wxh
 from vaepar.latents.contract import LatentFacts, LatentHeader, LatentLayout, LatentRequest, LatentState
 from vaepar.latents.header import COMFYUI_VERSION_KEY, FORMAT_KEY
 from vaepar.latents.shapes import settle_layout, settle_shape
@@ -89,8 +89,8 @@ def resolve(header: LatentHeader, vae: VaeFacts, request: LatentRequest | None =
         trim_latent_frames=trim,
         prescale=prescale,
         fps=_fps(case),
-        original_size=pair(case, "original_height", "original_width"),
-        original_frames=count(case, "original_frames"),
+        original_size=_original_size(case, size, own),
+        original_frames=_original_frames(case, frames, trim, own),
         seed=text.get("seed", text.get("seeds")),
         prompt=text.get("prompt"),
         decisions=tuple(case.decisions),
@@ -202,6 +202,24 @@ def _say_constants(case: Case, state: LatentState, own: Mapping[str, str] | None
         case.warn(
             "the model's normalisation constants differ from those that the file was written with; the model's are used"
         )
+
+
+def _original_size(case: Case, size: tuple[int, int], own: Mapping[str, str] | None) -> tuple[int, int] | None:
+    """(height, width) before our encoder padded the picture; only our own files may say so."""
+    original = pair(case, "original_height", "original_width") if own is not None else None
+    if original is not None and (original[0] > size[0] or original[1] > size[1]):
+        case.refuse(f"says that it was {wxh(original)} before it was padded to {wxh(size)}; it was at most that large")
+    return original
+
+
+def _original_frames(case: Case, frames: int, trim: int, own: Mapping[str, str] | None) -> int | None:
+    """Frames before our encoder padded the film; not known any more when leading frames are dropped."""
+    original = count(case, "original_frames") if own is not None else None
+    if original is None or trim:
+        return None
+    if original > frames:
+        case.refuse(f"says that it had {original} frames before it was padded to {frames}; it had at most that many")
+    return original
 
 
 def _same_constants(text: str, wanted: Mapping[str, Any]) -> bool:

@@ -18,7 +18,14 @@ from vaepar.parallel.group import RankGroup
 
 _OK, _WOKEN, _OUT_OF_MEMORY, _FAILED = range(4)
 
-_OUT_OF_MEMORY_WORDS = ("out of memory", "defaultcpuallocator", "not enough memory", "cannot allocate memory")
+_OUT_OF_MEMORY_WORDS = (
+    "out of memory",
+    "defaultcpuallocator",
+    "not enough memory",
+    "cannot allocate memory",
+    "could not create a primitive",  # oneDNN, when it has no memory for a convolution's work space
+    "could not create a memory",
+)
 
 
 class StageFailedError(errors.RankError):

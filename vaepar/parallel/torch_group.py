@@ -8,8 +8,8 @@ those of the next one.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,12 +25,14 @@ from vaepar.parallel.group import Message, Pending, RankGroup, ReduceOp, SoloGro
 
 # A rank may compute for hours between two meetings; a dead peer is noticed by its closed socket, not by this limit.
 _PATIENCE = timedelta(days=2)
+_MEETING = timedelta(minutes=10)
 _EXCHANGE_TAG = 1 << 20
 _POISON_TAG = 1 << 21
 _WATCH_SECONDS = 0.5
 
 _OPS: dict[ReduceOp, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_made = itertools.count()  # every rank makes its groups in the same order, so equal numbers name equal groups
+# The members of a group make their groups of the same ranks in the same order, so equal numbers name equal groups.
+_made: Counter[tuple[int, ...]] = Counter()
 
 
 class _Plane(Protocol):
@@ -150,8 +152,11 @@ class TorchGroup(RankGroup):
             raise UsageError(f"rank {own} is not in the group of ranks {self._ranks}")
         super().__init__(self._ranks.index(own), len(self._ranks), device or torch.device("cpu"))
         self._store = dist.distributed_c10d._get_default_store()
-        self._name = f"vaepar/{next(_made)}/{'-'.join(map(str, self._ranks))}"
+        members = tuple(self._ranks)
+        self._name = f"vaepar/{_made[members]}/{'-'.join(map(str, members))}"
+        _made[members] += 1
         self._epoch = 0
+        self._meet()
         self._control = _GlooPlane(self._store, f"{self._name}/control", self.rank, self.size)
         self._data: _Plane = self._open_data()
         self._alarmed = False
@@ -190,6 +195,16 @@ class TorchGroup(RankGroup):
         self._alarmed = False
         self._data = self._open_data()
 
+    def _meet(self) -> None:
+        """Wait until every member is here: the rendezvous of a backend would wait for a lost one for days."""
+        self._store.set(f"{self._name}/here/{self.rank}", "1")
+        try:
+            self._store.wait([f"{self._name}/here/{rank}" for rank in range(self.size)], _MEETING)
+        except RuntimeError as error:
+            raise RankLostError(
+                f"not all of ranks {self._ranks} made their group within {_MEETING.seconds} seconds: {_line(error)}"
+            ) from error
+
     def _open_data(self) -> _Plane:
         if self.device.type == "cuda":
             return _NcclPlane(self._ranks)
@@ -202,10 +217,11 @@ class TorchGroup(RankGroup):
         """Break off NCCL transfers when a peer has raised the alarm: NCCL itself would wait for it without end."""
         pause = threading.Event()
         while not pause.wait(_WATCH_SECONDS):
+            watched = self._data  # renew() may put a new plane in its place at any time; that one must live
             try:
                 self.check_alarm()
             except PeerFailedError:
-                self._data.break_off()
+                watched.break_off()
             except RankLostError:
                 return
 
