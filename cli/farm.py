@@ -83,7 +83,11 @@ def _declare(
     ] = False,
     shard: Annotated[
         str | None,
-        typer.Option("--shard", help="i/n: the i-th of n parts of the sorted inputs, 0 to n-1.", rich_help_panel=FARM),
+        typer.Option(
+            "--shard",
+            help="i/n: the i-th of n parts of the sorted inputs, from 0; i-j/n: several.",
+            rich_help_panel=FARM,
+        ),
     ] = None,
     vae_parallel_size: Annotated[
         str,

@@ -94,3 +94,23 @@ def closing_table(report: RunReport) -> None:
         Text(f"in {report.seconds:.1f} s"),
         soft_wrap=True,
     )
+
+
+def print_plan(report: RunReport) -> None:
+    """What a run would do, on standard output."""
+    table = Table(title=None, box=None, pad_edge=False)
+    for name in ("file", "status", "layout", "state", "size", "frames", "mode", "memory per rank", "output"):
+        table.add_column(name, overflow="fold")
+    for row in report.rows:
+        plan = row.plan or {}
+        size = "" if row.width is None else f"{row.width}x{row.height}"
+        memory = plan.get("estimated_bytes_per_rank")
+        outputs = plan.get("outputs", row.outputs)
+        status = {"not tried": "due"}.get(row.status, row.status)
+        texts = [row.path, status, plan.get("layout", ""), plan.get("state", ""), size, str(row.frames or "")]
+        texts += [plan.get("mode", ""), "" if memory is None else f"about {human_bytes(memory)}"]
+        table.add_row(*(safe(text) for text in (*texts, row.error or ", ".join(outputs))))
+    out = console(data=True)
+    out.print(table)
+    ranks = [group.ranks for group in report.groups]
+    out.print(Text(f"{report.ranks} rank(s) in {len(ranks)} group(s): {ranks}; {report.dtype}; nothing was done"))

@@ -53,6 +53,13 @@ def observer(dialect: Dialect, *, quiet: bool) -> Observer:
     return RowPrinter(chosen) if dialect.rows else chosen
 
 
+def print_rows(report: RunReport) -> None:
+    """All rows and the summary, as ``--json`` prints them."""
+    for row in report.rows:
+        _data({"event": "file", **asdict(row)})
+    print_summary(report)
+
+
 def print_summary(report: RunReport) -> None:
     """The last line of ``--json``: what was common to all files."""
     _data({"event": "run"} | {key: value for key, value in report.to_json().items() if key != "files"})
@@ -180,6 +187,8 @@ class JsonObserver(Silent):
 class OpenJdObserver(PlainObserver):
     """Open Job Description: progress, status and failures as lines on standard output; details on standard error."""
 
+    _furthest = 0.0
+
     def planned(self, files: int, ranks: int) -> None:
         super().planned(files, ranks)
         self._tell("openjd_status", f"{files} file(s) on {ranks} rank(s)")
@@ -198,7 +207,9 @@ class OpenJdObserver(PlainObserver):
         self._progress(self._done)
 
     def _progress(self, files: float) -> None:
-        self._tell("openjd_progress", f"{100 * files / max(self._files, 1):.1f}")
+        # The next file begins while the last one is still being written; progress never goes back for that.
+        self._furthest = max(self._furthest, 100 * files / max(self._files, 1))
+        self._tell("openjd_progress", f"{self._furthest:.1f}")
 
     def _tell(self, kind: str, text: str) -> None:
         sys.stdout.write(f"{kind}: {safe(text).plain}\n")

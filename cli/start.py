@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vaepar import launch
@@ -12,8 +12,8 @@ from vaepar.errors import UsageError
 from vaepar.jobs.report import Observer, RunReport, Silent
 from vaepar.jobs.request import BatchRequest
 
-from .output import closing_table, set_up_logging
-from .progress import Dialect, observer, print_summary
+from .output import closing_table, print_plan, set_up_logging
+from .progress import Dialect, observer, print_rows, print_summary
 
 # The second argument is the group of ranks that ``launch.joined`` gives.
 Run = Callable[[BatchRequest, Any, Observer], RunReport]
@@ -58,12 +58,28 @@ def start(request: BatchRequest, where: Start, talk: Talk, load_run: Callable[[]
     """
     world = launch.World.from_environment()
     set_up_logging(verbose=talk.verbose, quiet=talk.quiet, speaks=world.rank == 0)
+    if where.dry_run:
+        return _plan(request, where, talk, load_run()) if world.rank == 0 else 0
     count = launch.choose_ranks(where.ranks, where.device, world)
     if count > 1 and not world.launched:
         return _start_ranks(request, count, where)
     with launch.joined(world, where.device, where.timeout) as group:
         report = _run(request, group, talk, load_run())
         group.gather_values(0)  # a launcher stops all ranks when the first one ends with an error: leave together
+    return report.exit_code
+
+
+def _plan(request: BatchRequest, where: Start, talk: Talk, run: Run) -> int:
+    """A dry run: in this process alone, for the ranks that there would be. Needs no GPU and no weights."""
+    world = launch.World.from_environment()
+    count = launch.choose_ranks(where.ranks, where.device, world) if world.launched else where.ranks or 1
+    farming = replace(request.farming, dry_run=count)
+    with launch.joined(launch.World(), "cpu", where.timeout) as group:
+        report = run(replace(request, farming=farming), group, observer(talk.dialect, quiet=talk.quiet))
+    if talk.dialect.rows:
+        print_rows(report)
+    else:
+        print_plan(report)
     return report.exit_code
 
 

@@ -33,8 +33,6 @@ _OWN_PAGES_FROM = 2 * 2**20
 
 DEVICES = ("auto", "cpu", "cuda")
 
-_RESTARTS = "VAEPAR_RESTARTS"
-
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -44,7 +42,8 @@ class World:
         rank, size: global rank and number of ranks.
         local_rank, local_size: the same on this machine.
         launched: whether a launcher (torchrun, or this package) started the ranks.
-        restarts: how often the launcher has started them again.
+        begun: when torch's agent, which starts ranks again, was started itself (seconds since the epoch); None
+            without one.
     """
 
     rank: int = 0
@@ -52,7 +51,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     launched: bool = False
-    restarts: int = 0
+    begun: float | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
@@ -68,7 +67,6 @@ class World:
             rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
             local_rank = int(env.get("LOCAL_RANK", rank))
             local_size = int(env.get("LOCAL_WORLD_SIZE", size))
-            restarts = max(int(env.get("TORCHELASTIC_RESTART_COUNT", 0)), int(env.get(_RESTARTS, 0)))
         except ValueError as error:
             raise UsageError(f"the launcher's variables RANK, WORLD_SIZE and so on must be numbers: {error}") from None
         if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
@@ -76,7 +74,24 @@ class World:
                 f"the launcher's variables do not fit together: RANK={rank}, WORLD_SIZE={size}, "
                 f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}"
             )
-        return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, launched=True, restarts=restarts)
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            launched=True,
+            begun=_launcher_begun() if "TORCHELASTIC_RUN_ID" in env else None,
+        )
+
+
+def _launcher_begun() -> float | None:
+    """When the parent process, which is torch's agent, was started."""
+    import psutil
+
+    try:
+        return float(psutil.Process(os.getppid()).create_time())
+    except psutil.Error:
+        return None
 
 
 def usable_cores() -> int:
@@ -201,7 +216,6 @@ def start_ranks(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     with _Forwarding() as signals:
         for restart in range(max_restarts + 1):
-            os.environ[_RESTARTS] = str(restart)
             code = _run_ranks(arguments, ranks)
             if code >= 0 or signals.asked:
                 break

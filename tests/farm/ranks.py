@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -128,6 +128,17 @@ def _body(
         dist.destroy_process_group()
 
 
-def sequence_of(numbers: Sequence[float]) -> float:
-    """The largest over the smallest."""
-    return max(numbers) / min(numbers)
+def apart(work: Callable[..., Any], *args: Any) -> Any:
+    """``work(*args)`` in a fresh process."""
+    here, there = _context.Pipe(duplex=False)
+    process = _context.Process(target=_apart, args=(work, args, there))
+    process.start()
+    there.close()
+    try:
+        return _received(here)
+    finally:
+        process.join(LIMIT_SECONDS)
+
+
+def _apart(work: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+    pipe.send(work(*args))

@@ -62,11 +62,18 @@ def test_sizes_that_do_not_divide_are_refused(size: int, words: str) -> None:
 
 
 def test_settings_are_checked() -> None:
-    for bad in ({"vae_parallel_size": 0}, {"grace": -1.0}, {"grace": float("nan")}, {"shard": (3, 3)}):
+    for bad in (
+        {"vae_parallel_size": 0},
+        {"grace": -1.0},
+        {"grace": float("nan")},
+        {"shard": (3, 3, 3)},
+        {"shard": (2, 1, 3)},
+    ):
         with pytest.raises(UsageError):
             Farming(**bad)  # type: ignore[arg-type]
     assert parse_parallel_size("auto") == "auto"
-    assert parse_shard("2/7") == (2, 7)
+    assert parse_shard("2/7") == (2, 2, 7)
+    assert parse_shard("2-4/7") == (2, 4, 7)
     for text in ("two", "-1", "1.5", ""):
         with pytest.raises(UsageError):
             parse_parallel_size(text)

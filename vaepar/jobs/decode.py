@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -43,6 +44,17 @@ class _DecodeRun(BatchRun):
 
     def plan(self, vae: VaeFacts) -> list[Task]:
         return plan_decode(self.decoding, vae)
+
+    def outlook(self, task: Task) -> dict[str, Any]:
+        if task.facts is None or task.out_base is None:
+            return {}
+        paths, _ = outputs_of(task.facts, task.out_base, self.decoding)
+        return {
+            "layout": task.facts.layout.value,
+            "state": task.facts.state.value,
+            "latent": list(task.facts.latent_shape),
+            "outputs": [str(path) for path in paths],
+        }
 
     def work(self, task: Task, outputs: Outputs) -> None:
         facts, latent = self._read(task)

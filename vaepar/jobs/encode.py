@@ -15,7 +15,7 @@ from torch import Tensor
 from vaepar.autoencoders import VaeCapability
 from vaepar.autoencoders.feed import ReaderFeed
 from vaepar.errors import InputError, UsageError
-from vaepar.jobs.inputs import Source, apart
+from vaepar.jobs.inputs import Source, apart, may_replace, shard_of
 from vaepar.jobs.models import batch_norm_of
 from vaepar.jobs.plan import Task, fail
 from vaepar.jobs.preview import write_preview
@@ -65,8 +65,10 @@ class _EncodeRun(BatchRun):
         items = find_media(
             request.inputs, recursive=request.recursive, frames=request.frames, sequences=vae.takes_frames
         )
-        sources = apart([_source(item, request, index) for index, item in enumerate(items)])
-        return [_task(source, item, request) for source, item in zip(sources, items, strict=True)]
+        sources = list(apart([_source(item, request, index) for index, item in enumerate(items)]))
+        mine = {id(source) for source in shard_of(sources, request.farming.shard)}
+        pairs = zip(sources, items, strict=True)
+        return [_task(source, item, request) for source, item in pairs if id(source) in mine]
 
     def work(self, task: Task, outputs: Outputs) -> None:
         if task.out_base is None or task.item is None:
@@ -217,7 +219,7 @@ def _task(source: Source, item: MediaItem, request: EncodeRequest) -> Task:
         "frames": None if item.frames is None else str(item.frames),
     }
     output = output_of(source.out_base, request)
-    if not request.overwrite and output.is_file() and output.stat().st_size:
+    if output.is_file() and output.stat().st_size and not may_replace(output, request.overwrite):
         row.status = "skipped"
         row.outputs = [str(output)]
     return task

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from vaepar.errors import UsageError
 from vaepar.latents.text import shown
 
 AUTO = "auto"
+
+Shard = tuple[int, int, int]
+_SHARD_FORM = "it is i/n, or i-j/n for several parts, with numbers from 0 to n - 1"
 
 # Launchers and farms give 30 seconds from SIGTERM to SIGKILL (torchrun, Slurm's KillWait, Kubernetes); ten leave time
 # to finish the writers and to report.
@@ -25,7 +29,7 @@ class Farming:
         across_nodes: let a VAE group have ranks of several machines.
         grace: seconds after a stop signal in which the current file may still be finished; then it is dropped.
         retreat: try a file that does not fit the memory again with less, instead of failing it at once.
-        shard: (i, n): only every n-th of the sorted inputs, beginning with the i-th (from 0).
+        shard: (i, j, n): of the sorted inputs, cut into n parts, only the parts i to j, counted from 0.
         dry_run: plan for so many ranks and do nothing; None for a real run.
     """
 
@@ -33,7 +37,7 @@ class Farming:
     across_nodes: bool = False
     grace: float = DEFAULT_GRACE_SECONDS
     retreat: bool = True
-    shard: tuple[int, int] | None = None
+    shard: Shard | None = None
     dry_run: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,9 +46,9 @@ class Farming:
             raise UsageError(f"--vae-parallel-size is {size}; it is a whole number of ranks, 1 or more, or 'auto'")
         if not math.isfinite(self.grace) or self.grace < 0:
             raise UsageError(f"--grace is {self.grace}; it is a number of seconds, 0 or more")
-        if self.shard is not None and not 0 <= self.shard[0] < self.shard[1]:
-            index, count = self.shard
-            raise UsageError(f"--shard is {index}/{count}; it is i/n with i from 0 to n - 1")
+        if self.shard is not None and not 0 <= self.shard[0] <= self.shard[1] < self.shard[2]:
+            first, last, count = self.shard
+            raise UsageError(f"--shard is {first}-{last}/{count}; {_SHARD_FORM}")
 
 
 def parse_parallel_size(text: str) -> int | str:
@@ -56,9 +60,10 @@ def parse_parallel_size(text: str) -> int | str:
     return int(text)
 
 
-def parse_shard(text: str) -> tuple[int, int]:
-    """``i/n`` as two numbers. Raises :class:`UsageError`."""
-    index, _, count = text.partition("/")
-    if not (index.isdecimal() and count.isdecimal()):
-        raise UsageError(f"--shard is '{shown(text)}'; it is i/n with i from 0 to n - 1")
-    return int(index), int(count)
+def parse_shard(text: str) -> Shard:
+    """``i/n`` or ``i-j/n`` as three numbers. Raises :class:`UsageError`."""
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?/(\d{1,9})", text, re.ASCII)
+    if found is None:
+        raise UsageError(f"--shard is '{shown(text)}'; {_SHARD_FORM}")
+    first, last, count = found.groups()
+    return int(first), int(last or first), int(count)

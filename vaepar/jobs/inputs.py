@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vaepar.errors import InputError, UsageError
+from vaepar.jobs.farming import Shard
 from vaepar.latents.text import shown
+from vaepar.launch import World
 
 SUFFIXES = (".safetensors", ".latent")
 
@@ -54,6 +57,33 @@ def find_sources(inputs: Sequence[str], out: Path, name: str = "{stem}", recursi
                 base = _base(path, folder, out, name, len(found))
                 found[path] = Source(path=path, out_base=base)
     return tuple(apart(found.values()))
+
+
+def may_replace(path: Path, overwrite: bool) -> bool:
+    """Whether an output that is there is to be made again: as asked, but never what this very run has made.
+
+    Ranks that are started again after one was killed plan anew; what they had finished is newer than their launcher.
+    """
+    begun = World.from_environment().begun
+    if not overwrite or begun is None:
+        return overwrite
+    try:
+        return path.stat().st_mtime < begun
+    except OSError:
+        return True
+
+
+def shard_of(sources: Sequence[Source], shard: Shard | None) -> list[Source]:
+    """The parts i to j of n: the sources whose place in the sorted list of paths leaves such a rest. All for None.
+
+    Cut after all outputs are named, so that parts agree on names and clashes; their order of inputs does not matter.
+    """
+    if shard is None:
+        return list(sources)
+    first, last, count = shard
+    ranked = sorted(sources, key=lambda source: os.fsencode(source.path))
+    mine = {id(source) for place, source in enumerate(ranked) if first <= place % count <= last}
+    return [source for source in sources if id(source) in mine]
 
 
 _NOTHING = Path()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vaepar.errors import VaeparError
-from vaepar.jobs.inputs import Source, find_sources
+from vaepar.jobs.inputs import Source, find_sources, may_replace, shard_of
 from vaepar.jobs.report import Row
 from vaepar.jobs.request import DecodeRequest
 from vaepar.latents import LatentFacts, VaeFacts, read_header, resolve
@@ -38,7 +38,7 @@ class Task:
 def plan_decode(request: DecodeRequest, vae: VaeFacts) -> list[Task]:
     """The tasks of a run, in the order of its inputs. Reads headers only; a file with a problem fails alone."""
     sources = find_sources(request.inputs, request.out, request.name, request.recursive)
-    return [_plan_one(source, request, vae) for source in sources]
+    return [_plan_one(source, request, vae) for source in shard_of(sources, request.farming.shard)]
 
 
 def tasks_to_text(tasks: Sequence[Task]) -> str:
@@ -90,7 +90,7 @@ def _plan_one(source: Source, request: DecodeRequest, vae: VaeFacts) -> Task:
         named = message if shown(source.path) in message else f"{shown(source.path)}: {message}"
         fail(row, named, error.exit_code)
         return task
-    if not request.overwrite and all(is_complete(path, fmt) for path in outputs):
+    if all(is_complete(path, fmt) and not may_replace(path, request.overwrite) for path in outputs):
         row.status = "skipped"
         row.outputs = [str(path) for path in outputs]
     return task

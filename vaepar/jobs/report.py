@@ -32,6 +32,7 @@ class Row:
         notes: what was decided about the file.
         items: pictures or films in the file.
         group: the VAE group that worked on it.
+        plan: of a dry run: layout, state, outputs, mode and estimated memory; None after a real one.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Row:
     notes: list[str] = field(default_factory=list)
     items: int = 1
     group: int = 0
+    plan: dict[str, Any] | None = None
 
     @property
     def cost(self) -> int:
@@ -119,6 +121,7 @@ class RunReport:
     interrupted: bool = False
     rows: list[Row] = field(default_factory=list)
     groups: list[GroupRow] = field(default_factory=list)
+    dry_run: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -150,6 +153,7 @@ class RunReport:
             "interrupted": self.interrupted,
             "exit_code": self.exit_code,
             "counts": dict(self.counts),
+            "dry_run": self.dry_run,
             "groups": [asdict(group) for group in self.groups],
             "files": [asdict(row) for row in self.rows],
         }

@@ -15,17 +15,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from vaepar.autoencoders import VaeCapability, adapter_for
 from vaepar.autoencoders.mixin import check_pixels
 from vaepar.config import VaeParallelMode
-from vaepar.errors import DiskFullError, InterruptedRunError, ModelError, RankLostError, UsageError, VaeparError
+from vaepar.errors import (
+    DeviceMemoryError,
+    DiskFullError,
+    InterruptedRunError,
+    ModelError,
+    RankLostError,
+    UsageError,
+    VaeparError,
+)
+from vaepar.jobs.budget import Budget, memory_for_a_rank
 from vaepar.jobs.groups import Grouping, check_size, choose_grouping, join_group, local_size
 from vaepar.jobs.ledger import Ledger
 from vaepar.jobs.memory import peak_bytes, reset_peak
 from vaepar.jobs.models import ModelSource, load_model, locate_model, settle_dtype
 from vaepar.jobs.plan import Task, fail, tasks_from_text, tasks_to_text
-from vaepar.jobs.report import Observer, Row, RunReport, write_report
+from vaepar.jobs.report import GroupRow, Observer, Row, RunReport, write_report
 from vaepar.jobs.request import BatchRequest
+from vaepar.jobs.retreat import Effort, apply_effort, effort_of, kept_settings
 from vaepar.jobs.stop import Stop
 from vaepar.latents import VaeFacts
 from vaepar.latents.text import shown
@@ -47,6 +59,7 @@ class Outputs:
 
     row: Row
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
     under_way: list[Closing] = field(default_factory=list)
 
     def close_all_but_last(self) -> None:
@@ -74,8 +87,10 @@ class BatchRun(ABC):
         self.is_owner = self.leads
         self.stop = Stop(request.farming.grace)
         self.source: ModelSource
+        self.dtype: torch.dtype
         self.ledger: Ledger
         self.vae: Any = None
+        self._retreats: list[str] = []
         self.full = False  # a disk without space: the next file would fail alike, after as much work
         self.report = RunReport(
             operation=self.operation, model=request.model, ranks=group.size, device=group.device.type
@@ -114,6 +129,9 @@ class BatchRun(ABC):
         self.source = self._locate()
         tasks, grouping = self._plan()
         self.report.rows = [task.row for task in tasks]
+        if self.request.farming.dry_run is not None:
+            self._describe_plan(tasks, grouping)
+            return
         due = [task for task in tasks if task.is_due]
         self.observer.planned(len(tasks), self.world.size)
         for task in tasks:
@@ -150,45 +168,72 @@ class BatchRun(ABC):
 
     def _prepare(self) -> ModelSource:
         request = self.request
-        check_size(request.farming, self.world.size, local_size(self.world))
-        source = locate_model(request.model, variant=request.variant, allow_download=request.allow_download)
+        farming = request.farming
+        check_size(farming, farming.dry_run or self.world.size, farming.dry_run or local_size(self.world))
+        source = locate_model(
+            request.model,
+            variant=request.variant,
+            allow_download=request.allow_download,
+            need_weights=farming.dry_run is None,
+        )
         self.check_support(adapter_for(source.facts.class_name).capability)
         tiles = request.tiles(source.facts.spatial_ratio)
         if tiles is not None:
             check_pixels(*tiles, source.facts.spatial_ratio)
-        make_folder(request.out)
+        if farming.dry_run is None:
+            make_folder(request.out)
         return source
 
     def _plan(self) -> tuple[list[Task], Grouping]:
         with agreed(self.world, "plan"):
+            self.dtype, note = settle_dtype(self.request.dtype, self.source, self.group.device)
+            if note is not None:
+                self.observer.note(note)
             tasks = self.plan(self.source.facts) if self.leads else []
             text = self.world.broadcast_text(tasks_to_text(tasks) if self.leads else None)
             sizes = self.world.broadcast_text(json.dumps(asdict(self._group(tasks))) if self.leads else None)
             return tasks if self.leads else tasks_from_text(text), Grouping(**json.loads(sizes))
 
     def _group(self, tasks: Sequence[Task]) -> Grouping:
+        farming = self.request.farming
+        due = [task for task in tasks if task.is_due]
+        budget = Budget(self.request, self.source.facts, self.dtype, self.group.device.type)
+        local = farming.dry_run or local_size(self.world)
         return choose_grouping(
-            self.request.farming,
-            self.world.size,
-            local_size(self.world),
-            sum(task.is_due for task in tasks),
-            fits=lambda size: True,
+            farming,
+            farming.dry_run or self.world.size,
+            local,
+            len(due),
+            fits=lambda size: budget.holds(due, size, memory_for_a_rank(self.group.device, local)),
             shares=self.request.mode not in (VaeParallelMode.TILE, VaeParallelMode.AUTO),
         )
 
+    def _describe_plan(self, tasks: Sequence[Task], grouping: Grouping) -> None:
+        """What a real run would do, in the rows and groups of the report."""
+        budget = Budget(self.request, self.source.facts, self.dtype, self.group.device.type)
+        self.report.dry_run = True
+        self.report.ranks = grouping.size * grouping.count
+        self.report.dtype = str(self.dtype).removeprefix("torch.")
+        self.report.groups = [GroupRow(ranks=list(grouping.ranks(group))) for group in range(grouping.count)]
+        self.observer.note(f"{grouping.count} group(s) of {grouping.size} rank(s): {grouping.reason}")
+        for task in tasks:
+            if task.is_due:
+                task.row.plan = self.outlook(task) | budget.outlook(task, grouping.size)
+
+    def outlook(self, task: Task) -> dict[str, Any]:
+        """What a dry run tells of a task beyond its row, as plain values. Subclasses know more."""
+        return {}
+
     def _load(self) -> None:
         with agreed(self.world, "model"):
-            dtype, note = settle_dtype(self.request.dtype, self.source, self.group.device)
-            if note is not None:
-                self.observer.note(note)
-            self.vae = load_model(self.source, dtype, self.group.device, self.group)
+            self.vae = load_model(self.source, self.dtype, self.group.device, self.group)
             tiles = self.request.tiles(self.source.facts.spatial_ratio)
             if tiles is not None:
                 self.vae.configure_tiles(*tiles)
             else:
                 self.vae.enable_tiling()
             self.vae.set_parallel_size(self.group.size, mode=self.request.mode)
-            self.report.dtype = str(dtype).removeprefix("torch.")
+            self.report.dtype = str(self.dtype).removeprefix("torch.")
             self.report.model_sha256 = self.world.broadcast_text(self.source.digest() if self.leads else None)
 
     def _do_all(self, tasks: Sequence[Task]) -> None:
@@ -231,9 +276,34 @@ class BatchRun(ABC):
         """Work on one file. None when it failed (then its row says so and nothing is left of it)."""
         row, started = task.row, time.monotonic()
         row.group = self.ledger.number
-        outputs = Outputs(row)
         reset_peak(self.group.device)
         self.stop.begin()
+        outputs: Outputs | None = None
+        try:
+            with kept_settings(self.vae, self.group.size):
+                while outputs is None:
+                    outputs = self._attempt(task)
+        except InterruptedRunError:
+            self.report.interrupted = True
+            row.outputs = []
+            return None
+        except RankLostError:
+            raise
+        except VaeparError as error:
+            self._fail(row, error)
+            return None
+        finally:
+            seconds = time.monotonic() - started
+            self.ledger.add(seconds, files=1)
+        outputs.seconds = seconds
+        row.notes.extend(outputs.notes)
+        row.peak_bytes = self.group.gather_values(peak_bytes(self.group.device))
+        return outputs
+
+    def _attempt(self, task: Task) -> Outputs | None:
+        """Work on one file with the adapter's present settings; None when it shall be tried again with smaller ones."""
+        outputs = Outputs(task.row)
+        effort: Effort | None
         try:
             with agreed(self.group, f"{self.operation} of {shown(task.path)}"):
                 try:
@@ -241,22 +311,38 @@ class BatchRun(ABC):
                 except BaseException:
                     outputs.abort()
                     raise
-        except InterruptedRunError:
-            self.report.interrupted = True
-            row.outputs = []
-            return None
-        except RankLostError:
+            outputs.notes = self._retreats
+            self._retreats = []
+            return outputs
+        except DeviceMemoryError:
+            outputs.abort()
+            effort = self._smaller(task.row)
+            if effort is None:
+                raise
+        except VaeparError:
             outputs.abort()
             raise
-        except VaeparError as error:
-            outputs.abort()
-            self._fail(row, error)
+        # Outside of the block above, which keeps alive what filled the memory.
+        apply_effort(self.vae, effort, self.group.size)
+        return None
+
+    def _smaller(self, row: Row) -> Effort | None:
+        """The next smaller effort for a file that did not fit the memory, the same on all ranks of its group."""
+        if not self.request.farming.retreat:
             return None
-        finally:
-            outputs.seconds = time.monotonic() - started
-            self.ledger.add(outputs.seconds, files=1)
-        row.peak_bytes = self.group.gather_values(peak_bytes(self.group.device))
-        return outputs
+        sides = (row.width, row.height)
+        extent = None if None in sides else max(side or 0 for side in sides)
+        with agreed(self.group, "retreat"):
+            found = effort_of(self.vae).smaller(row.mode, self.group.size, self.source.facts.spatial_ratio, extent)
+            text = self.group.broadcast_text("" if found is None else found.to_text())
+        if not text:
+            self._retreats = []
+            return None
+        effort = Effort.from_text(text)
+        note = f"out of memory in {row.mode or 'reading'}: tried again with {effort.words()}"
+        self._retreats.append(note)
+        self.observer.note(f"{row.path}: {note}")
+        return effort
 
     def _finish(self, outputs: Outputs) -> None:
         """Wait until a file's outputs are whole, and record what came of it on every rank."""

@@ -1,0 +1,126 @@
+"""A decode that computes nothing: tensors without memory on the ``meta`` device, and ranks that are not there.
+
+What it would allocate is counted, so an estimate follows every change of the code that it is about.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vaepar.parallel.group import Message, Pending, RankGroup, ReduceOp
+
+META = torch.device("meta")
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+class GhostGroup(RankGroup):
+    """Rank 0 of ``size`` ranks of which the others do not exist: what is sent is dropped, what comes is left as is."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size, META)
+
+    def gather_values(self, value: int) -> list[int]:
+        return [value] * self.size
+
+    def broadcast_text(self, text: str | None, src: int = 0) -> str:
+        return text or ""
+
+    def raise_alarm(self) -> None:
+        return None
+
+    def check_alarm(self) -> None:
+        return None
+
+    def renew(self) -> None:
+        return None
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Pending:
+        return _Done()
+
+    def _irecv(self, buffer: Tensor, src: int, tag: int) -> Pending:
+        return _Done()
+
+    def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        return _Done()
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        return None
+
+    def _broadcast(self, tensor: Tensor, src: int) -> None:
+        return None
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention as CPUs and GPUs compute it: without the matrix of all queries and keys, which ``meta`` would make."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            query, value = args[0], args[2]
+            return query.new_empty((*query.shape[:-1], value.shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own __init_subclass__
+    """Counts the bytes of all tensors that operations make while the mode is on, and their highest sum.
+
+    Args:
+        own: tensors that were there before (weights, the latent): they are not counted.
+        unfolds: count the copies of their input that small convolutions make on a CPU with one thread, where PyTorch
+            computes them as one matrix product (each input value once for each tap of the kernel).
+    """
+
+    def __init__(self, own: Sequence[Tensor] = (), *, unfolds: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._unfolds = unfolds
+        self.now = 0
+        self.peak = 0
+        self._known = weakref.WeakKeyDictionary[Any, int]()
+        for tensor in own:
+            self._known[tensor.untyped_storage()] = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.batch_norm_update_stats.default:  # has no meta kernel
+            result: Any = tuple(args[0].new_empty(args[0].shape[1]) for _ in range(2))
+        else:
+            result = func(*args, **(kwargs or {}))
+        if self._unfolds and func is torch.ops.aten.convolution.default:
+            self.peak = max(self.peak, self.now + _unfolded(args, result))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(tensor, Tensor):
+                self._count(tensor)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        size = storage.nbytes()
+        self._known[storage] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, size)
+
+    def _forget(self, size: int) -> None:
+        self.now -= size
+
+
+def _unfolded(args: Any, result: Tensor) -> int:
+    """Bytes of a convolution's unfolded input beside its operands; 0 where there is nothing to unfold."""
+    weight, stride = args[1], args[3]
+    taps = int(math.prod(weight.shape[2:]))
+    if taps == 1 or max(weight.shape[-2:]) > 3 or any(step > 1 for step in stride):
+        return result.numel() * result.element_size()
+    unfolded = int(weight.shape[1]) * taps * math.prod(result.shape[2:])
+    return int(unfolded + result.numel()) * result.element_size()
