@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.processes import run_processes
 from vaepar.errors import DeviceMemoryError, InputError, PeerFailedError, RankLostError, RankMismatchError
 from vaepar.parallel.agreement import StageFailedError, agreed
-from vaepar.parallel.executor import DistributedOperator, DistributedVaeExecutor, GridSpec, TileTask
+from vaepar.parallel.executor import DistributedOperator, DistributedVaeExecutor, GridSpec, TileTask, assign
 from vaepar.parallel.group import Message, RankGroup
 from vaepar.parallel.loopback import run_loopback
 
@@ -239,3 +239,33 @@ def test_errors_that_wake_peers_are_not_the_peers_own() -> None:
         return ""
 
     assert run_loopback(2, work) == ["rank 1: as if woken", "as if woken"]
+
+
+def test_tiles_of_unknown_shape_travel_behind_their_shape() -> None:
+    def split(z: Tensor) -> tuple[list[TileTask], GridSpec]:
+        return [TileTask(i, (i,), z[: i + 1, :2], workload=i + 1) for i in range(5)], GridSpec((0,), (5,))
+
+    def merge(tiles: dict[tuple[int, ...], Tensor], grid: GridSpec) -> Tensor:
+        return torch.cat([tiles[i,] for i in range(grid.grid_shape[0])])
+
+    def work(group: RankGroup) -> Tensor:
+        z = torch.arange(30, dtype=torch.float64).reshape(6, 5)
+        operator = DistributedOperator(split, lambda task: torch.as_tensor(task.tensor) * 2, merge)
+        return DistributedVaeExecutor(group).execute(z, operator)
+
+    z = torch.arange(30, dtype=torch.float64).reshape(6, 5)
+    want = torch.cat([z[: i + 1, :2] * 2 for i in range(5)])
+    assert all(torch.equal(got, want) for got in run_loopback(3, work))
+
+
+@pytest.mark.parametrize(
+    ("loads", "workers", "shares"),
+    [
+        ([2, 5, 13, 8, 2, 4], 2, [[2, 5], [3, 1, 0, 4]]),
+        ([1, 1, 1], 5, [[0], [1], [2], [], []]),
+        ([7], 1, [[0]]),
+        ([], 2, [[], []]),
+    ],
+)
+def test_largest_first_to_the_least_loaded(loads: list[int], workers: int, shares: list[list[int]]) -> None:
+    assert assign(loads, workers) == shares

@@ -33,7 +33,7 @@ class VaeCapability:
     encode_modes: tuple[VaeParallelMode, ...]
     latent_rank: int
     dtypes: tuple[str, ...] = ("float32", "float64", "bfloat16", "float16")
-    group_layouts: str = "the first N ranks of any group, N from 1 to its size"
+    group_layouts: str = "tile: the first N ranks of any group; spatial shards: all ranks of a group"
     auto_rule: str = "tile"
     forced_rule: str = "not offered"
 

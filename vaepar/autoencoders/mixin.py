@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -56,6 +55,13 @@ class DistributedVaeMixin(SavedAsDiffusers):
     _executor: DistributedVaeExecutor | None = None
     _in_default_group: bool = False
     _mode: VaeParallelMode = VaeParallelMode.TILE
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "capability" in vars(cls):
+            lacking = [name for name in dir(cls) if getattr(getattr(cls, name), "__isabstractmethod__", False)]
+            if lacking:
+                raise TypeError(f"{cls.__name__} declares a capability and lacks {', '.join(lacking)}")
 
     def init_distributed(self, group: RankGroup | None = None) -> None:
         """Join a group of ranks; until :meth:`set_parallel_size` is called all of them compute.
@@ -237,10 +243,15 @@ class DistributedVaeMixin(SavedAsDiffusers):
     def decode_chunks(self, z: Tensor) -> Generator[Tensor | None]:
         """Decode a latent piece by piece: pixels on the owner (rank 0 of the group), None on the other ranks.
 
-        The chunks are [B, C, t, H, W] for video families ([B, C, H, W] for image families, one chunk), range
-        [-1, 1]; concatenated in time they are what ``decode`` gives, bit for bit. All ranks of the group call it with
-        the same latent and consume it to the end, or close it inside an ``agreed`` block. Unlike ``decode``, a
-        spatial mode is also honoured on a single rank: it gives the untiled picture.
+        The chunks are [B, C, t, H, W] for video families ([B, C, H, W] for image families, one chunk), nominally in
+        [-1, 1] (only Wan clamps its tiles, as in diffusers); concatenated in time they are what ``decode`` gives, bit
+        for bit. All ranks of the group call it with the same latent and consume it to the end, or close it inside an
+        ``agreed`` block. Unlike ``decode``, a spatial mode is also honoured on a single rank: it gives the untiled
+        picture.
+
+        Raises:
+            UnsupportedModeError: for a forced mode that this request cannot have (Wan falls back to tile instead).
+            RankLostError: when a rank has died; else the error of the rank that failed, see :func:`agreed`.
         """
         selection = self.select_mode(z)
         if selection.refused is not None:
@@ -325,13 +336,6 @@ class DistributedVaeMixin(SavedAsDiffusers):
 
     def _as_module(self) -> nn.Module:
         return self  # type: ignore[return-value]  # every family is a module too
-
-
-@contextmanager
-def closed_on_exit(chunks: Generator[Tensor | None]) -> Iterator[Iterator[Tensor | None]]:
-    """Consume ``decode_chunks`` so that it is closed when the consumer fails, while the ranks can still agree."""
-    with closing(chunks) as stream:
-        yield stream
 
 
 def _merge_all(merge: BlendMerge, tiles: dict[GridCoord, Tensor]) -> Tensor:

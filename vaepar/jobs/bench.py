@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from vaepar.autoencoders.mixin import closed_on_exit
 from vaepar.autoencoders.selection import DIRECT, Selection, select
 from vaepar.config import VaeParallelMode
 from vaepar.errors import DeviceMemoryError, UsageError
@@ -190,7 +190,7 @@ class _Bench:
             model = self._model.adapter
             model.init_distributed(group)
             model.set_parallel_size(case.ranks, mode=case.mode)
-            with closed_on_exit(model.decode_chunks(z)) as chunks:
+            with closing(model.decode_chunks(z)) as chunks:
                 for chunk in chunks:
                     if kept is not None and chunk is not None:
                         kept.append(chunk)

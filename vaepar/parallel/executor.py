@@ -1,8 +1,9 @@
 """Tiles over ranks: split everywhere, execute each tile once, send it once to the owner, merge as tiles arrive.
 
 The executor knows nothing of models. An operator brings three functions: ``split`` (the same deterministic tiles on
-every rank), ``exec`` (one tile) and ``merge``. Operators of causal video models also bring ``steps``, which gives a
-tile's result in time order, so that all tiles walk through time together and memory does not grow with frames.
+every rank), ``exec`` (one tile) and ``merge``. It may also bring ``steps``, which gives a tile's result in time order,
+so that all tiles walk through time together and memory does not grow with frames, and ``open_merge``, which takes tiles
+one by one; they run instead of ``exec`` and ``merge`` then.
 """
 
 from __future__ import annotations
