@@ -15,7 +15,7 @@ from vaepar.errors import UsageError
 from vaepar.latents.text import listed, shown
 
 _MAX_BYTES = 2**20
-_NOT_IN_FILES = frozenset({"config", "print_config", "help"})
+_NOT_IN_FILES = frozenset({"config", "print_config", "help", "ctx"})
 
 
 def take_file(ctx: typer.Context, value: str | None) -> str | None:
@@ -51,7 +51,7 @@ def to_toml(values: Mapping[str, Any]) -> str:
     """Options as lines of TOML; those without a value as comments."""
     lines = []
     for name, value in values.items():
-        if plain(name) in _NOT_IN_FILES or isinstance(value, typer.Context):
+        if plain(name) in _NOT_IN_FILES:
             continue
         key = plain(name).replace("_", "-")
         lines.append(f"# {key} =" if value is None else f"{key} = {_literal(value)}")
