@@ -38,7 +38,9 @@ MaxPixels = Annotated[
     int | None, typer.Option(help="Largest picture that is read, width times height.", rich_help_panel=INPUT)
 ]
 Posterior = Annotated[str, typer.Option(help="mode (deterministic) or sample.", rich_help_panel=OUTPUT)]
-Seed = Annotated[int, typer.Option(help="Of samples; a file draws from it and its name.", rich_help_panel=OUTPUT)]
+Seed = Annotated[
+    int | None, typer.Option(help="Of samples; a file draws from it and its name.", rich_help_panel=OUTPUT)
+]
 State = Annotated[
     str | None,
     typer.Option(help=f"Scale of the latents: {', '.join(LatentState)} (default: norm).", rich_help_panel=OUTPUT),
@@ -84,7 +86,7 @@ def command(
     name: options.Name = "{stem}",
     overwrite: options.Overwrite = False,
     posterior: Posterior = "mode",
-    seed: Seed = 0,
+    seed: Seed = None,
     state: State = None,
     layout: Layout = None,
     as_: As = "vaepar",

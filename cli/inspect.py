@@ -1,4 +1,4 @@
-"""``vaepar inspect``: what is in a latent or model file, as understood, without reading a tensor."""
+"""``vaepar inspect``: what is in a latent file or a model folder, as understood, without decoding anything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from vaepar.errors import VaeparError
+from vaepar.errors import UsageError, VaeparError
 from vaepar.latents import LatentRequest, VaeFacts, read_header, resolve
 from vaepar.latents.text import shown
 
@@ -24,6 +24,8 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object a file to standard output."),
 ) -> None:
     """Show a file's tensors, metadata and meaning."""
+    if model is None and (state is not None or layout is not None):
+        raise UsageError("--state and --layout say what a file means for a model; give --model too")
     request = LatentRequest(state=state, layout=layout)  # type: ignore[arg-type]  # names are parsed there
     ctx.obj.append(lambda: _run(files, model, request, as_json))
 

@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt as error:
         return exit_code_of(error)
     except Exception as error:
-        complain(f"internal error on rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}")
+        complain(f"internal error on rank {World.from_environment().rank}: {type(error).__name__}: {error}")
         traceback.print_exc()
         return 1
 

@@ -44,6 +44,7 @@ class World:
         launched: whether a launcher (torchrun, or this package) started the ranks.
         begun: when torch's agent, which starts ranks again, was started itself (seconds since the epoch); None
             without one.
+        restarts: how often the agent has started the ranks again.
     """
 
     rank: int = 0
@@ -52,6 +53,7 @@ class World:
     local_size: int = 1
     launched: bool = False
     begun: float | None = None
+    restarts: int = 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
@@ -67,6 +69,7 @@ class World:
             rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
             local_rank = int(env.get("LOCAL_RANK", rank))
             local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+            restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
         except ValueError as error:
             raise UsageError(f"the launcher's variables RANK, WORLD_SIZE and so on must be numbers: {error}") from None
         if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
@@ -81,6 +84,7 @@ class World:
             local_size=local_size,
             launched=True,
             begun=_launcher_begun() if "TORCHELASTIC_RUN_ID" in env else None,
+            restarts=restarts,
         )
 
 
@@ -159,7 +163,9 @@ def joined(world: World, device: str, timeout_seconds: float = 300) -> Iterator[
 
     from vaepar.parallel.group import SoloGroup
 
-    torch.set_num_threads(max(1, usable_cores() // world.local_size))
+    # torchrun sets OMP_NUM_THREADS to 1 where nobody has, so under a launcher it says nothing about the user's wish.
+    if world.launched or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // world.local_size))
     where = _device(world, device)
     if not world.launched:
         yield SoloGroup(where)

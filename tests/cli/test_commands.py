@@ -49,6 +49,8 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], model_folde
     assert (found["num_frames"], found["height"], found["width"], found["state"]) == (9, 48, 64, "norm")
     assert run(["inspect", str(model_folders["kl"]), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["class_name"] == "AutoencoderKL"
+    assert run(["inspect", str(file), "--state", "norm"]) == 2
+    assert "give --model too" in capsys.readouterr().err
     assert run(["inspect", str(file), str(tmp_path / "none.safetensors")]) == 4
     printed = capsys.readouterr()
     assert "shape" in printed.out

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.cli.conftest import Decode, run_command, save_latent, wan_latent
+from vaepar.cli.main import run
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -394,3 +395,41 @@ def test_files_are_left_with_the_permissions_of_the_user(tmp_path: Path, decode:
     umask = os.umask(0)
     os.umask(umask)
     assert (tmp_path / "out" / "a.png").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_only_the_missing_items_of_a_batch_are_made(tmp_path: Path, decode: Decode) -> None:
+    batch = save_latent(tmp_path / "batch.safetensors", torch.zeros(2, 4, 4, 4))
+    (tmp_path / "out").mkdir()
+    kept = tmp_path / "out" / "batch_0000.png"
+    kept.write_bytes(b"somebody's picture")
+    assert decode([batch], "kl", "--state", "raw").code == 0
+    assert kept.read_bytes() == b"somebody's picture"
+    assert (tmp_path / "out" / "batch_0001.png").is_file()
+    assert decode([batch], "kl", "--state", "raw", "--overwrite").code == 0
+    assert kept.read_bytes() != b"somebody's picture"
+
+
+def test_a_report_that_cannot_be_written_is_known_before_the_work(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "a.safetensors", torch.zeros(1, 4, 4, 4))
+    for report in (file / "report.json", tmp_path):
+        flags = ["--model", "demo", "--state", "raw", "--out", str(tmp_path / "o"), "--report", str(report)]
+        assert run(["decode", str(file), *flags]) == 2
+    assert not list((tmp_path / "o").iterdir())
+
+
+def test_originals_are_believed_of_our_own_files_only(tmp_path: Path, decode: Decode) -> None:
+    lying = save_latent(
+        tmp_path / "plain.safetensors",
+        torch.zeros(1, 4, 4, 4),
+        metadata={"original_height": "9999", "original_width": "9999"},
+    )
+    assert decode([lying], "kl", "--state", "raw").code == 0
+    with Image.open(tmp_path / "out" / "plain.png") as picture:
+        assert picture.size == (32, 32)
+
+
+def test_a_rate_for_a_still_is_refused_where_stills_are_asked_for(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "a.safetensors", torch.zeros(1, 4, 4, 4))
+    outcome = decode([file], "kl", "--state", "raw", "--format", "png", "--fps", "24")
+    assert outcome.code == 2
+    assert "one picture (png) has none" in outcome.err

@@ -238,6 +238,7 @@ def test_bad_inputs_fail_alone(tmp_path: Path, encode: Encode) -> None:
         (("--save-dtype", "int8"), "one of float32"),
         (("--layout", "upside"), "one of"),
         (("--alpha", "purple"), "one of refuse"),
+        (("--seed", "3"), "--posterior sample"),
     ],
 )
 def test_usage_errors(flags: tuple[str, ...], words: str, tmp_path: Path, encode: Encode) -> None:
@@ -257,3 +258,20 @@ def test_two_ranks_encode_what_one_does(tmp_path: Path, encode: Encode, model_fo
     assert two.returncode == 0, two.stderr
     assert torch.equal(load_file(tmp_path / "two" / "clip.safetensors")["latents"], one)
     assert (tmp_path / "two" / "clip.preview.png").is_file()
+
+
+def test_what_a_file_cannot_hold_is_said(tmp_path: Path, encode: Encode) -> None:
+    odd = tmp_path / "odd.png"
+    Image.fromarray(skimage.data.chelsea()[:60, :60]).save(odd)
+    outcome = encode([odd], "kl", "--fit", "pad", "--as", "comfyui", "--fps", "24")
+    notes = " ".join(outcome.row("odd.png")["notes"])
+    assert "comfyui files cannot say what was padded" in notes
+    assert "a still has no frame rate" in notes
+
+
+def test_a_preview_that_is_missing_is_made(tmp_path: Path, encode: Encode) -> None:
+    file = picture(tmp_path / "cat.png", 32, 32)
+    assert encode([file], "kl").row("cat.png")["status"] == "ok"
+    assert encode([file], "kl", "--preview").row("cat.png")["status"] == "ok"
+    assert (tmp_path / "enc" / "cat.preview.png").is_file()
+    assert encode([file], "kl", "--preview").row("cat.png")["status"] == "skipped"

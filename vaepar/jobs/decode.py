@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from vaepar.autoencoders import VaeCapability
-from vaepar.autoencoders.mixin import closed_on_exit
 from vaepar.errors import UsageError
+from vaepar.jobs.inputs import may_replace
 from vaepar.jobs.models import batch_norm_of
 from vaepar.jobs.plan import Task, describe, outputs_of, plan_decode
 from vaepar.jobs.report import Observer, RunReport
@@ -18,7 +19,7 @@ from vaepar.jobs.request import DecodeRequest
 from vaepar.jobs.run import BatchRun, Outputs, make_folder
 from vaepar.latents import LatentFacts, VaeFacts, read_header, read_latent, resolve, to_vae_input
 from vaepar.latents.text import shown
-from vaepar.media import BackgroundSink, OutputFormat, open_sink, remove_stale_temps
+from vaepar.media import BackgroundSink, OutputFormat, is_complete, open_sink, remove_stale_temps
 from vaepar.parallel.agreement import agree_on
 from vaepar.parallel.group import RankGroup
 
@@ -66,7 +67,8 @@ class _DecodeRun(BatchRun):
         selection = self.vae.select_mode(latent[:1])
         task.row.mode, task.row.mode_reason = selection.mode, selection.reason
         task.row.outputs = [str(path) for path in paths]
-        for item, path in enumerate(paths):
+        for item in self._due(paths, fmt):
+            path = paths[item]
             sink = self._open(path, fmt, facts, task) if self.is_owner else None
             if sink is not None:
                 outputs.under_way.append(sink)
@@ -80,6 +82,15 @@ class _DecodeRun(BatchRun):
             if sink is not None:
                 sink.end()
             outputs.close_all_but_last()
+
+    def _due(self, paths: list[Path], fmt: OutputFormat) -> list[int]:
+        """The items whose outputs are to be made, by the owner's look at the folder; the others are whole already."""
+        due = [
+            item
+            for item, path in enumerate(paths)
+            if not is_complete(path, fmt) or may_replace(path, self.request.overwrite)
+        ]
+        return [int(item) for item in self.group.broadcast_text(" ".join(map(str, due))).split()]
 
     def _read(self, task: Task) -> tuple[LatentFacts, Tensor]:
         """The file's meaning and its latents as the VAE takes them, the same on every rank."""
@@ -97,7 +108,7 @@ class _DecodeRun(BatchRun):
 
     def _chunks(self, latent: Tensor) -> Iterator[Tensor]:
         """The decoded chunks of one item on the owner, [C, t, H, W]; on other ranks the work without the results."""
-        with closed_on_exit(self.vae.decode_chunks(latent)) as chunks:
+        with closing(self.vae.decode_chunks(latent)) as chunks:
             for chunk in chunks:
                 self.stop.check()
                 if chunk is not None:
@@ -115,7 +126,7 @@ class _DecodeRun(BatchRun):
             width=width,
             frames=facts.original_frames or facts.num_frames,
             metadata=self._metadata(task),
-            # What is incomplete is always replaced; what is complete was skipped unless it may be replaced.
+            # What is complete and may not be replaced was left out; what is incomplete is always replaced.
             overwrite=True,
         )
         return BackgroundSink(sink)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from vaepar.latents import (
     LatentState,
     VaeFacts,
     from_vae_output,
+    remove_stale_parts,
     write_comfyui,
     write_latent,
     write_musubi,
@@ -75,20 +76,37 @@ class _EncodeRun(BatchRun):
             raise UsageError(f"{shown(task.path)} has no output name")
         item = _item_from(task.path, task.item)
         with closing(open_source(item, self._rules())) as source:
-            self._describe(task, source)
+            self._describe(task, source, item.files or (item.path,))
             latent = self._encode(task.row, source)
             path = output_of(task.out_base, self.encoding)
             task.row.outputs = [str(path)]
             if self.is_owner:
                 self._write(path, latent, task, source)
-            task.row.notes = list(source.notes)
+            task.row.notes = [*source.notes, *self._losses(source)]
         if self.encoding.preview:
             with closing(open_source(item, self._rules())) as source:
-                preview = task.out_base.with_name(f"{task.out_base.name}.preview.png")
+                preview = preview_of(task.out_base)
                 psnr = write_preview(preview, source, self._decoded(latent), speaks=self.is_owner)
             task.row.outputs.append(str(preview))
             if psnr is not None:
                 task.row.notes.append(f"PSNR of the decoded latents: {psnr:.2f} dB")
+
+    def _losses(self, source: FrameSource) -> list[str]:
+        """What was asked for or done and cannot be noted in the file."""
+        target, losses = self.encoding.target, []
+        if self.encoding.fps is not None and not self._is_film(source):
+            losses.append("--fps is not noted: a still has no frame rate")
+        if target != "vaepar" and self._is_film(source):
+            losses.append(f"{target} files hold no frame rate")
+        if target != "vaepar" and (source.fitted == "pad" or self._padded_frames(source)):
+            losses.append(f"{target} files cannot say what was padded; decode will not cut it off")
+        return losses
+
+    def _is_film(self, source: FrameSource) -> bool:
+        return self.source.facts.takes_frames and source.frames > 1
+
+    def _padded_frames(self, source: FrameSource) -> bool:
+        return source.original_frames is not None and source.original_frames < source.frames
 
     def _rules(self) -> PictureRules:
         vae, request = self.source.facts, self.encoding
@@ -108,12 +126,15 @@ class _EncodeRun(BatchRun):
             **bound,
         )
 
-    def _describe(self, task: Task, source: FrameSource) -> None:
+    def _describe(self, task: Task, source: FrameSource, files: Sequence[Path]) -> None:
         """Fill in the row, after the ranks have seen that they hold one file and that this VAE can take it."""
         row = task.row
         row.width, row.height, row.frames = source.width, source.height, source.frames
         row.fps = None if source.fps is None else float(source.fps)
-        agree_on(self.group, f"files {shown(task.path)}", f"{source.frames} x {source.width}x{source.height}")
+        content = sum(file.stat().st_size for file in files)
+        agree_on(
+            self.group, f"files {shown(task.path)}", f"{source.frames} x {source.width}x{source.height} {content} bytes"
+        )
         if not self.source.facts.takes_frames and source.frames > 1:
             raise InputError(
                 f"{source.name}: holds {source.frames} frames; {self.source.facts.class_name} takes single pictures"
@@ -142,7 +163,7 @@ class _EncodeRun(BatchRun):
 
     def _generator(self, source: FrameSource) -> torch.Generator:
         """Each file's own noise, from the seed and its name: neither the order of files nor the ranks matter."""
-        name = f"{self.encoding.seed}:{Path(source.name).name}"
+        name = f"{self.encoding.seed or 0}:{Path(source.name).name}"
         return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
 
     def _state(self) -> LatentState:
@@ -162,8 +183,6 @@ class _EncodeRun(BatchRun):
         request, vae = self.encoding, self.source.facts
         bn = batch_norm_of(self.vae)
         stored = from_vae_output(latent.float(), vae, layout=self._layout(), state=self._state(), bn=_in_float(bn))
-        film = vae.takes_frames and source.frames > 1
-        padded_frames = source.original_frames is not None and source.original_frames < source.frames
         record = LatentRecord(
             vae=vae,
             layout=self._layout(),
@@ -171,16 +190,17 @@ class _EncodeRun(BatchRun):
             height=source.height,
             width=source.width,
             num_frames=source.frames,
-            fps=(request.fps or source.fps) if film else None,
+            fps=(request.fps or source.fps) if self._is_film(source) else None,
             vae_id=request.model,
             vae_sha256=self.report.model_sha256,
             posterior=request.posterior,
-            seed=request.seed if request.posterior == "sample" else None,
+            seed=(request.seed or 0) if request.posterior == "sample" else None,
             source=task.path.name,
             original_size=source.original_size if source.fitted == "pad" else None,
-            original_frames=source.original_frames if padded_frames else None,
+            original_frames=source.original_frames if self._padded_frames(source) else None,
         )
         make_folder(path.parent)
+        remove_stale_parts(path)
         _WRITERS[request.target](path, stored.to(getattr(torch, request.stored)), record)
 
     def _decoded(self, latent: Tensor) -> Iterator[Tensor]:
@@ -196,6 +216,11 @@ class _EncodeRun(BatchRun):
 def output_of(out_base: Path, request: EncodeRequest) -> Path:
     """The file of one input's latents."""
     return out_base.with_name(f"{out_base.name}{_SUFFIXES[request.target]}")
+
+
+def preview_of(out_base: Path) -> Path:
+    """The contact sheet of one input."""
+    return out_base.with_name(f"{out_base.name}.preview.png")
 
 
 def _source(item: MediaItem, request: EncodeRequest, index: int) -> Source:
@@ -218,11 +243,17 @@ def _task(source: Source, item: MediaItem, request: EncodeRequest) -> Task:
         "files": [str(file) for file in item.files],
         "frames": None if item.frames is None else str(item.frames),
     }
-    output = output_of(source.out_base, request)
-    if output.is_file() and output.stat().st_size and not may_replace(output, request.overwrite):
+    wanted = [output_of(source.out_base, request)]
+    if request.preview:
+        wanted.append(preview_of(source.out_base))
+    if all(_is_whole(path) and not may_replace(path, request.overwrite) for path in wanted):
         row.status = "skipped"
-        row.outputs = [str(output)]
+        row.outputs = [str(path) for path in wanted]
     return task
+
+
+def _is_whole(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _item_from(path: Path, value: dict[str, Any]) -> MediaItem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,8 @@ def local_size(world: RankGroup) -> int:
 
 def allowed_sizes(world: int, local: int, across_nodes: bool) -> tuple[int, ...]:
     """The sizes that VAE groups can have, ascending: divisors of the ranks of a machine, or of all ranks."""
-    extent = world if across_nodes or world % local else local
+    # Machines with unequal numbers of ranks leave only groups that fit each of them.
+    extent = world if across_nodes else math.gcd(world, local)
     return tuple(size for size in range(1, extent + 1) if extent % size == 0)
 
 

@@ -64,8 +64,9 @@ def may_replace(path: Path, overwrite: bool) -> bool:
 
     Ranks that are started again after one was killed plan anew; what they had finished is newer than their launcher.
     """
-    begun = World.from_environment().begun
-    if not overwrite or begun is None:
+    world = World.from_environment()
+    begun = world.begun
+    if not overwrite or begun is None or not world.restarts:
         return overwrite
     try:
         return path.stat().st_mtime < begun

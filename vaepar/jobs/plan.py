@@ -106,5 +106,6 @@ def describe(row: Row, facts: LatentFacts) -> None:
     """Fill in what the facts say about the outputs."""
     row.height, row.width = facts.original_size or (facts.height, facts.width)
     row.frames = facts.original_frames or facts.num_frames
+    row.items = facts.batch
     row.fps = None if facts.fps is None else float(facts.fps)
     row.notes = list(facts.decisions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from vaepar import __version__
-from vaepar.errors import InterruptedRunError, OutputError
+from vaepar.errors import InterruptedRunError, OutputError, UsageError
+from vaepar.latents.text import shown
 
 Status = Literal["ok", "skipped", "failed", "not tried"]
 
@@ -125,9 +127,10 @@ class RunReport:
 
     @property
     def exit_code(self) -> int:
-        """0 when nothing failed; 75 after a stop; the common code when every file failed alike; else 3."""
+        """0 when all is done; 75 when a stop has left something undone; the common code when every file failed alike; else 3."""
         failed = [row for row in self.rows if row.status == "failed"]
-        if self.interrupted:
+        unfinished = not self.dry_run and any(row.status == "not tried" for row in self.rows)
+        if self.interrupted or (unfinished and not failed):
             return InterruptedRunError.exit_code
         if not failed:
             return 0
@@ -159,6 +162,19 @@ class RunReport:
         }
 
 
+def check_report(path: Path) -> None:
+    """Raise :class:`UsageError` when a report could not be written there, before hours of work end without one."""
+    if path.is_dir():
+        raise UsageError(f"--report {shown(path)} is a folder; it is a file that is written or replaced")
+    probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"--report {shown(path)} cannot be written: {error.strerror or error}") from None
+
+
 def write_report(path: Path, reports: RunReport | Sequence[RunReport]) -> None:
     """Write the report whole or not at all. Raises :class:`OutputError`."""
     data = reports.to_json() if isinstance(reports, RunReport) else [report.to_json() for report in reports]
@@ -168,5 +184,6 @@ def write_report(path: Path, reports: RunReport | Sequence[RunReport]) -> None:
         temp.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         temp.replace(path)
     except OSError as error:
-        temp.unlink(missing_ok=True)
-        raise OutputError(f"the report {path} cannot be written: {error.strerror or error}") from error
+        with contextlib.suppress(OSError):
+            temp.unlink()
+        raise OutputError(f"the report {shown(path)} cannot be written: {error.strerror or error}") from error

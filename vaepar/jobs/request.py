@@ -171,7 +171,7 @@ class EncodeRequest(BatchRequest):
         frames: which frames of videos and sequences; None for all.
         alpha, fit, frames_fit, max_pixels: see :class:`vaepar.media.PictureRules`.
         posterior: ``mode`` (deterministic) or ``sample``.
-        seed: of the samples; each file draws its own from it and its name.
+        seed: of the samples, 0 when None; each file draws its own from it and its name.
         state: ``norm`` as a denoiser takes latents, or ``raw`` as ``vae.decode`` does.
         layout: order of the axes; None for the family's usual one.
         target: ``vaepar``, ``comfyui`` or ``musubi``: whose files are written.
@@ -186,7 +186,7 @@ class EncodeRequest(BatchRequest):
     frames_fit: Literal["error", "trim", "pad"] = "error"
     max_pixels: int | None = None
     posterior: str = "mode"
-    seed: int = 0
+    seed: int | None = None
     state: LatentState | None = None
     layout: LatentLayout | None = None
     target: str = "vaepar"
@@ -210,6 +210,8 @@ class EncodeRequest(BatchRequest):
             raise UsageError(
                 f"--as {self.target} fixes state and layout; --state and --layout go with --as vaepar only"
             )
+        if self.seed is not None and self.posterior != "sample":
+            raise UsageError(f"--seed {self.seed}: --posterior mode draws nothing; it goes with --posterior sample")
         # Parsed by the rules of latent files, so that names are checked in one place.
         asked = LatentRequest(state=self.state, layout=self.layout)
         object.__setattr__(self, "state", asked.state)

@@ -7,6 +7,7 @@ file's failure and go on with the next.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
@@ -25,6 +26,7 @@ from vaepar.errors import (
     DiskFullError,
     InterruptedRunError,
     ModelError,
+    OutputError,
     RankLostError,
     UsageError,
     VaeparError,
@@ -35,13 +37,13 @@ from vaepar.jobs.ledger import Ledger
 from vaepar.jobs.memory import peak_bytes, reset_peak
 from vaepar.jobs.models import ModelSource, load_model, locate_model, settle_dtype
 from vaepar.jobs.plan import Task, fail, tasks_from_text, tasks_to_text
-from vaepar.jobs.report import GroupRow, Observer, Row, RunReport, write_report
+from vaepar.jobs.report import GroupRow, Observer, Row, RunReport, check_report, write_report
 from vaepar.jobs.request import BatchRequest
 from vaepar.jobs.retreat import Effort, apply_effort, effort_of, kept_settings
 from vaepar.jobs.stop import Stop
 from vaepar.latents import VaeFacts
 from vaepar.latents.text import shown
-from vaepar.parallel.agreement import agreed
+from vaepar.parallel.agreement import agree_on, agreed
 from vaepar.parallel.group import RankGroup
 
 
@@ -91,6 +93,7 @@ class BatchRun(ABC):
         self.ledger: Ledger
         self.vae: Any = None
         self._retreats: list[str] = []
+        self._live: list[Outputs] = []  # of files that are not settled; nothing of them is left after a lost rank
         self.full = False  # a disk without space: the next file would fail alike, after as much work
         self.report = RunReport(
             operation=self.operation, model=request.model, ranks=group.size, device=group.device.type
@@ -119,11 +122,18 @@ class BatchRun(ABC):
         try:
             with self.stop.listening():
                 self._run()
-        finally:
-            self.report.seconds = time.monotonic() - started
-            if self.request.report is not None and self.leads and self.report.rows:
-                write_report(self.request.report, self.report)
+        except BaseException:
+            with contextlib.suppress(OutputError):  # what ended the run is what must be told
+                self._write_report(started)
+            raise
+        with agreed(self.world, "report"):
+            self._write_report(started)
         return self.report
+
+    def _write_report(self, started: float) -> None:
+        self.report.seconds = time.monotonic() - started
+        if self.request.report is not None and self.leads and self.report.rows:
+            write_report(self.request.report, self.report)
 
     def _run(self) -> None:
         self.source = self._locate()
@@ -182,6 +192,8 @@ class BatchRun(ABC):
             check_pixels(*tiles, source.facts.spatial_ratio)
         if farming.dry_run is None:
             make_folder(request.out)
+        if request.report is not None:
+            check_report(request.report)
         return source
 
     def _plan(self) -> tuple[list[Task], Grouping]:
@@ -226,6 +238,8 @@ class BatchRun(ABC):
 
     def _load(self) -> None:
         with agreed(self.world, "model"):
+            sizes = [weights.stat().st_size for weights in self.source.weights]
+            agree_on(self.world, "models", f"{self.source.facts.class_name} {sizes} {self.source.facts.constants()}")
             self.vae = load_model(self.source, self.dtype, self.group.device, self.group)
             tiles = self.request.tiles(self.source.facts.spatial_ratio)
             if tiles is not None:
@@ -247,10 +261,9 @@ class BatchRun(ABC):
                 writing = current
             if writing is not None:
                 self._finish(writing)
-        except RankLostError:
-            if writing is not None:
-                writing.abort()
-            raise
+        finally:
+            for outputs in self._live:
+                outputs.abort()
 
     def _next(self, tasks: Sequence[Task]) -> Task | None:
         """The next file of the queue, on all ranks of the group; None when there is none or the run was stopped."""
@@ -261,12 +274,13 @@ class BatchRun(ABC):
         self.ledger.hear()
         try:
             with agreed(self.group, "the queue of files"):
-                self.stop.refuse()
                 board = self.ledger.board
                 taken = None
                 if self.is_owner:
                     taken = "" if board.halted() else str(board.take())
                 text = self.group.broadcast_text(taken)
+                if text and int(text) < len(tasks):  # a wish to stop that finds nothing left to do changes nothing
+                    self.stop.refuse()
         except InterruptedRunError:
             self.report.interrupted = True
             return self._next(tasks)
@@ -276,6 +290,7 @@ class BatchRun(ABC):
         """Work on one file. None when it failed (then its row says so and nothing is left of it)."""
         row, started = task.row, time.monotonic()
         row.group = self.ledger.number
+        self._retreats = []
         reset_peak(self.group.device)
         self.stop.begin()
         outputs: Outputs | None = None
@@ -303,6 +318,7 @@ class BatchRun(ABC):
     def _attempt(self, task: Task) -> Outputs | None:
         """Work on one file with the adapter's present settings; None when it shall be tried again with smaller ones."""
         outputs = Outputs(task.row)
+        self._live = [other for other in self._live if other.under_way] + [outputs]
         effort: Effort | None
         try:
             with agreed(self.group, f"{self.operation} of {shown(task.path)}"):
@@ -312,7 +328,6 @@ class BatchRun(ABC):
                     outputs.abort()
                     raise
             outputs.notes = self._retreats
-            self._retreats = []
             return outputs
         except DeviceMemoryError:
             outputs.abort()
@@ -336,7 +351,6 @@ class BatchRun(ABC):
             found = effort_of(self.vae).smaller(row.mode, self.group.size, self.source.facts.spatial_ratio, extent)
             text = self.group.broadcast_text("" if found is None else found.to_text())
         if not text:
-            self._retreats = []
             return None
         effort = Effort.from_text(text)
         note = f"out of memory in {row.mode or 'reading'}: tried again with {effort.words()}"
@@ -360,6 +374,7 @@ class BatchRun(ABC):
         finally:
             waited = time.monotonic() - started
             self.ledger.add(waited)
+        outputs.under_way.clear()
         row.status = "ok"
         row.seconds = round(outputs.seconds + waited, 4)
         self.ledger.tell(row)

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from vaepar.errors import InterruptedRunError
+from vaepar.launch import World
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -32,12 +33,13 @@ class Stop:
         self._since = 0.0
         self._checked: float | None = None
         self._longest = 0.0
-        self._parent = os.getppid()
+        # Only a launcher's end is a wish to stop: a command in the background outlives its shell.
+        self._parent = os.getppid() if World.from_environment().launched else None
 
     @property
     def asked(self) -> bool:
         """Whether the run was asked to stop: no further file begins. A run whose launcher has died stops too."""
-        if self._signal is None and os.getppid() != self._parent:
+        if self._signal is None and self._parent not in (None, os.getppid()):
             self._remember(signal.SIGTERM)
         return self._signal is not None
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
-import secrets
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -171,7 +172,8 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
     from safetensors.torch import save
 
     data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, metadata=metadata)
-    temporary = path.with_name(f".{secrets.token_hex(8)}.vaepar-part")
+    temporary = _part(path, os.getpid())
+    temporary.unlink(missing_ok=True)
     try:
         try:
             with temporary.open("xb") as file:
@@ -186,6 +188,20 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
     except OSError as error:
         kind = DiskFullError if error.errno in _NO_SPACE else OutputError
         raise kind(f"{shown(path)}: cannot be written: {shown(error.strerror or error)}") from None
+
+
+def remove_stale_parts(path: Path) -> None:
+    """Remove what killed processes of this machine left of the output ``path``."""
+    for part in path.parent.glob(_part(path, "*").name):
+        number = part.name.split(".")[-2]
+        if number.isdecimal() and not Path("/proc", number).exists():
+            part.unlink(missing_ok=True)
+
+
+def _part(path: Path, process: int | str) -> Path:
+    """The temporary name of an output: short whatever its own, and telling whose it is."""
+    tag = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
+    return path.with_name(f".{tag}.{socket.gethostname()}.{process}.vaepar-part")
 
 
 def _sync(descriptor: int) -> None:
