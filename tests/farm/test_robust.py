@@ -59,7 +59,7 @@ def mutate(data: bytes, random_: random.Random) -> bytes:
         del entry[random_.choice(["shape", "dtype", "data_offsets"])]
     elif kind == 7:
         header["__metadata__"] = random_.choice([{"a": 1}, [], "x", {"vaepar": "{"}, {"size": "\x1b]0;x\x07\n" * 99}])
-        entry["shape"] = [1, 5, 8, 8]
+        entry["shape"] = [1, 5, 2, 2]
     elif kind == 8:
         header = {f"{name}{n}": entry for n in range(random_.choice([2, 300]))}
     elif kind == 9:
@@ -69,7 +69,7 @@ def mutate(data: bytes, random_: random.Random) -> bytes:
     elif kind == 11:
         header = random_.choice([[], 3, "x", None, {}, {"__metadata__": {}}])
     elif kind == 12:
-        entry["shape"] = random_.choice([[], [1], [4, 8], [1, 4, 8, 8, 1, 1], [0, 4, 8, 8], [1, 4, 0, 8]])
+        entry["shape"] = random_.choice([[], [1], [4, 4], [1, 4, 2, 2, 1, 1], [0, 4, 2, 2], [1, 4, 0, 2]])
     else:
         return joined(header, body).replace(b'"shape"', b'"shape": [1], "shape"', 1)
     return joined(header, body)
@@ -78,7 +78,7 @@ def mutate(data: bytes, random_: random.Random) -> bytes:
 def test_a_thousand_broken_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line and a documented code each, and no memory for sizes that only a header claims."""
     models.make_kl().save_pretrained(tmp_path / "kl")
-    whole = save({"latents": torch.zeros(1, 4, 8, 8)})
+    whole = save({"latents": torch.zeros(1, 4, 2, 2)})
     random_ = random.Random(7)
     (tmp_path / "in").mkdir()
     for number in range(BROKEN):

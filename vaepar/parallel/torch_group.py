@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore as _PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from vaepar.errors import PeerFailedError, RankLostError, UsageError
 from vaepar.parallel.group import Message, Pending, RankGroup, ReduceOp, SoloGroup, WaitAll
@@ -29,6 +32,7 @@ _MEETING = timedelta(minutes=10)
 _EXCHANGE_TAG = 1 << 20
 _POISON_TAG = 1 << 21
 _WATCH_SECONDS = 0.5
+_MEETING_SECONDS = 0.02
 
 _OPS: dict[ReduceOp, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # The members of a group make their groups of the same ranks in the same order, so equal numbers name equal groups.
@@ -280,7 +284,11 @@ def launched_group(device: torch.device, timeout_seconds: float) -> Iterator[Tor
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        limit = timedelta(seconds=timeout_seconds)
+        base, rank, size = next(rendezvous("env://", timeout=limit))
+        # Only with a store of their own do the ranks of a restart not meet the addresses of those that have died.
+        store = _PrefixStore(_meet(base, rank, size, timeout_seconds), base)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         group = TorchGroup(device=device)
     except RuntimeError as error:
         raise RankLostError(f"the ranks did not meet within {timeout_seconds:g} seconds: {_line(error)}") from error
@@ -288,6 +296,42 @@ def launched_group(device: torch.device, timeout_seconds: float) -> Iterator[Tor
         yield group
     finally:
         dist.destroy_process_group()
+
+
+def _meet(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
+    """A name that all ranks of this start share, and no earlier start that used the same store.
+
+    torch's agent keeps one store over all restarts. So every rank says hello under a name that it has just made up;
+    rank 0 answers to each such name until all ranks have shown that they heard it, and not one that died before.
+
+    Raises:
+        RankLostError: when a rank has not come in time; it is named.
+    """
+    end = time.monotonic() + timeout_seconds
+    if rank:
+        own = uuid.uuid4().hex
+        store.set(f"vaepar/hello/{rank}", own)
+        while not store.check([f"vaepar/welcome/{own}"]):
+            _keep_waiting(end, "rank 0", timeout_seconds)
+        name: str = store.get(f"vaepar/welcome/{own}").decode()
+        store.set(f"vaepar/here/{name}/{rank}", "1")
+        return name
+    name = uuid.uuid4().hex
+    missing = list(range(1, size))
+    while missing:
+        for other in missing:
+            if store.check([f"vaepar/hello/{other}"]):
+                store.set(f"vaepar/welcome/{store.get(f'vaepar/hello/{other}').decode()}", name)
+        missing = [other for other in missing if not store.check([f"vaepar/here/{name}/{other}"])]
+        if missing:
+            _keep_waiting(end, f"rank(s) {', '.join(map(str, missing))}", timeout_seconds)
+    return name
+
+
+def _keep_waiting(end: float, whom: str, timeout_seconds: float) -> None:
+    if time.monotonic() > end:
+        raise RankLostError(f"{whom} did not come within {timeout_seconds:g} seconds")
+    time.sleep(_MEETING_SECONDS)
 
 
 def _line(error: BaseException) -> str:
