@@ -127,7 +127,7 @@ class RunReport:
 
     @property
     def exit_code(self) -> int:
-        """0 when all is done; 75 when something was left undone; the common code when every file failed alike; else 3."""
+        """0: all is done; 75: something was left undone; the common code when every file failed alike; else 3."""
         failed = [row for row in self.rows if row.status == "failed"]
         unfinished = not self.dry_run and any(row.status == "not tried" for row in self.rows)
         if self.interrupted or (unfinished and not failed):
