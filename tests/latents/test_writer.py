@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -177,24 +178,29 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     assert names(tmp_path) == ["folder"]
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """Files may grow to 4 KiB: the kernel's refusal of the rest is a real one."""
+    """Files may grow to 4 KiB: the kernel's refusal of the rest is a real one.
+
+    Around a single call only: whatever else this process writes meanwhile, such as the report of the tests into a
+    file, would be refused too.
+    """
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.usefixtures("small_files")
 def test_no_space_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write_latent(path, noise(1, 4, 6, 10), STILL)
     before = path.read_bytes()
     large = LatentRecord(vae=KL, layout=LatentLayout.BCHW, state=LatentState.RAW, height=256, width=256)
-    with pytest.raises(DiskFullError, match=r"x\.safetensors: cannot be written"):
+    with pytest.raises(DiskFullError, match=r"x\.safetensors: cannot be written"), small_files():
         write_latent(path, noise(1, 4, 32, 32), large)
     assert path.read_bytes() == before
     assert names(tmp_path) == ["x.safetensors"]
