@@ -12,6 +12,7 @@ from vaepar.errors import UsageError, VaeparError
 from vaepar.latents import LatentRequest, VaeFacts, read_header, resolve
 from vaepar.latents.text import shown
 
+from .options import parse_size
 from .output import complain
 
 
@@ -21,12 +22,13 @@ def command(
     model: str | None = typer.Option(None, "--model", "-m", help="Say what the files mean for this model."),
     state: str | None = typer.Option(None, "--state", help="As for decode."),
     layout: str | None = typer.Option(None, "--layout", help="As for decode."),
+    size: str | None = typer.Option(None, "--size", help="As for decode."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object a file to standard output."),
 ) -> None:
     """Show a file's tensors, metadata and meaning."""
-    if model is None and (state is not None or layout is not None):
-        raise UsageError("--state and --layout say what a file means for a model; give --model too")
-    request = LatentRequest(state=state, layout=layout)  # type: ignore[arg-type]  # names are parsed there
+    if model is None and (state is not None or layout is not None or size is not None):
+        raise UsageError("--state, --layout and --size say what a file means for a model; give --model too")
+    request = LatentRequest(state=state, layout=layout, size=parse_size("--size", size))  # type: ignore[arg-type]  # names are parsed there
     ctx.obj.append(lambda: _run(files, model, request, as_json))
 
 

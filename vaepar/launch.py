@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 _M_MMAP_THRESHOLD = -3
 _OWN_PAGES_FROM = 2 * 2**20
 
+# How often start_ranks has started its ranks again; each time they have a new agent, which counts from 0.
+_RESTARTS = "_VAEPAR_RESTARTS"
+
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -44,7 +47,7 @@ class World:
         launched: whether a launcher (torchrun, or this package) started the ranks.
         begun: when torch's agent, which starts ranks again, was started itself (seconds since the epoch); None
             without one.
-        restarts: how often the agent has started the ranks again.
+        restarts: how often the ranks were started again, by torch's agent or by this package's launcher.
     """
 
     rank: int = 0
@@ -69,7 +72,7 @@ class World:
             rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
             local_rank = int(env.get("LOCAL_RANK", rank))
             local_size = int(env.get("LOCAL_WORLD_SIZE", size))
-            restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+            restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(env.get(_RESTARTS, 0))
         except ValueError as error:
             raise UsageError(f"the launcher's variables RANK, WORLD_SIZE and so on must be numbers: {error}") from None
         if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
@@ -222,6 +225,7 @@ def start_ranks(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     with _Forwarding() as signals:
         for restart in range(max_restarts + 1):
+            os.environ[_RESTARTS] = str(restart)
             code = _run_ranks(arguments, ranks)
             if code >= 0 or signals.asked:
                 break

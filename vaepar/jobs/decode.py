@@ -59,7 +59,7 @@ class _DecodeRun(BatchRun):
 
     def work(self, task: Task, outputs: Outputs) -> None:
         facts, latent = self._read(task)
-        describe(task.row, facts)
+        describe(task.row, facts, self.decoding.video.fps)
         if task.out_base is None:
             raise UsageError(f"{shown(task.path)} has no output name")
         paths, fmt = outputs_of(facts, task.out_base, self.decoding)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def _plan_one(source: Source, request: DecodeRequest, vae: VaeFacts) -> Task:
         return task
     try:
         task.facts = resolve(read_header(source.path), vae, request.latent)
-        describe(row, task.facts)
+        describe(row, task.facts, request.video.fps)
         outputs, fmt = outputs_of(task.facts, source.out_base, request)
     except VaeparError as error:
         message = str(error)
@@ -102,10 +103,13 @@ def fail(row: Row, message: str, exit_code: int) -> None:
     row.outputs = []
 
 
-def describe(row: Row, facts: LatentFacts) -> None:
-    """Fill in what the facts say about the outputs."""
+def describe(row: Row, facts: LatentFacts, asked_fps: Fraction | None = None) -> None:
+    """Fill in what the facts say about the outputs; a frame rate that was asked for comes before the file's."""
     row.height, row.width = facts.original_size or (facts.height, facts.width)
     row.frames = facts.original_frames or facts.num_frames
     row.items = facts.batch
-    row.fps = None if facts.fps is None else float(facts.fps)
+    fps = asked_fps or facts.fps
+    row.fps = None if fps is None or facts.num_frames == 1 else float(fps)
     row.notes = list(facts.decisions)
+    if asked_fps is not None and asked_fps != facts.fps and facts.num_frames > 1:
+        row.notes.append(f"{asked_fps} frames per second: asked for")
