@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -233,5 +234,10 @@ class RowPrinter:
 
 
 def _data(value: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(json.dumps(value) + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # Whoever read has gone (`| head`) or its disk is full; the files that are decoded must not suffer from it.
+        complain(f"warning: standard output takes no more ({error.strerror or error}); nothing more is printed there")
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # for the rest of the process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import imageio_ffmpeg
@@ -411,10 +412,36 @@ def test_only_the_missing_items_of_a_batch_are_made(tmp_path: Path, decode: Deco
 
 def test_a_report_that_cannot_be_written_is_known_before_the_work(tmp_path: Path, decode: Decode) -> None:
     file = save_latent(tmp_path / "a.safetensors", torch.zeros(1, 4, 4, 4))
-    for report in (file / "report.json", tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "elsewhere.json")
+    latent = file.read_bytes()
+    for report in (file / "report.json", tmp_path, link, file, Path("/dev/full")):
         flags = ["--model", "demo", "--state", "raw", "--out", str(tmp_path / "o"), "--report", str(report)]
         assert run(["decode", str(file), *flags]) == 2
     assert not list((tmp_path / "o").iterdir())
+    assert file.read_bytes() == latent
+    assert link.is_symlink()
+    assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.processes
+def test_a_reader_that_leaves_does_not_stop_the_work(tmp_path: Path, model_folders: dict[str, Path]) -> None:
+    for name in "abc":
+        save_latent(tmp_path / "in" / f"{name}.safetensors", torch.zeros(1, 4, 4, 4))
+    command = [sys.executable, "-m", "vaepar", "decode", "in", "--model", str(model_folders["kl"]), "--state", "raw"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*command, "--json", "--out", "out"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "standard output takes no more" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "b.png", "c.png"]
 
 
 def test_originals_are_believed_of_our_own_files_only(tmp_path: Path, decode: Decode) -> None:

@@ -164,8 +164,10 @@ class RunReport:
 
 def check_report(path: Path) -> None:
     """Raise :class:`UsageError` when a report could not be written there, before hours of work end without one."""
-    if path.is_dir():
-        raise UsageError(f"--report {shown(path)} is a folder; it is a file that is written or replaced")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UsageError(f"--report {shown(path)} is no regular file; it is a file that is written or replaced")
+    if path.exists() and not _is_json(path):
+        raise UsageError(f"--report {shown(path)} is there and is no report; only a report is replaced")
     probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,6 +175,15 @@ def check_report(path: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UsageError(f"--report {shown(path)} cannot be written: {error.strerror or error}") from None
+
+
+def _is_json(path: Path) -> bool:
+    """Whether a file could be a report: it is empty, or begins as JSON does. Latents and pictures do not."""
+    try:
+        with path.open("rb") as file:
+            return file.read(1) in (b"", b"{", b"[")
+    except OSError as error:
+        raise UsageError(f"--report {shown(path)} cannot be read: {error.strerror or error}") from None
 
 
 def write_report(path: Path, reports: RunReport | Sequence[RunReport]) -> None:
