@@ -300,6 +300,7 @@ def test_models_that_cannot_be_used(tmp_path: Path, decode: Decode, model_folder
         (pickled, "pickle never"),
         (folder("other", {"num_res_blocks": 3}), "missing keys"),
         (folder("width", {"base_dim": 8}), "model"),
+        (folder("words", {"base_dim": "four"}), "cannot be loaded"),
         ("someone/who-is-not-cached", "not in the local cache"),
     ):
         outcome = decode([file], model, "--state", "raw")

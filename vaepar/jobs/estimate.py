@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vaepar.autoencoders import adapter_for
 from vaepar.autoencoders.selection import DIRECT, Selection
+from vaepar.errors import ModelError
 from vaepar.jobs.ghost import META, FusedAttention, GhostGroup, LiveBytes
 from vaepar.latents import VaeFacts
 from vaepar.parallel.group import SoloGroup
@@ -108,8 +109,15 @@ def select_for(facts: VaeFacts, latent_shape: tuple[int, ...], mode: str, size: 
 
 @lru_cache(maxsize=4)
 def _ghost(class_name: str, config: str, dtype: torch.dtype, tiles: tuple[int, int] | None) -> Any:
-    with torch.device(META):
-        model = adapter_for(class_name).from_config(json.loads(config))
+    try:
+        with torch.device(META):
+            model = adapter_for(class_name).from_config(json.loads(config))
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
+        # diffusers takes a configuration as it is; what it cannot be built from fails somewhere inside its layers.
+        words = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{class_name} cannot be built from its config.json: {type(error).__name__}: {words}"
+        ) from None
     # Not model.to: diffusers would warn about modules that it wants to keep in float32.
     model = torch.nn.Module.to(model, dtype).eval()
     if tiles is None:

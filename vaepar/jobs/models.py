@@ -167,7 +167,8 @@ def _weights(spec: str, folder: Path, variant: str | None) -> tuple[str | None, 
             return name, (single,)
         index = folder / f"{_WEIGHTS}.safetensors.index{tag}.json"
         if index.is_file():
-            shards = sorted({str(shard) for shard in _json(index).get("weight_map", {}).values()})
+            named = _json(index).get("weight_map", {})
+            shards = sorted({str(shard) for shard in named.values()}) if isinstance(named, dict) else []
             missing = [shard for shard in shards if Path(shard).name != shard or not (folder / shard).is_file()]
             if missing or not shards:
                 raise ModelError(f"model {shown(spec)}: weight shards are missing: {listed(missing or ['all'])}")
