@@ -243,6 +243,11 @@ def test_a_limit_of_the_operating_system(tmp_path: Path) -> None:
     """Not injected: the allocator itself refuses, and the rank goes on with tiles that fit."""
     from tests.farm.ranks import apart
 
-    report = apart(decode_within, kl_request(tmp_path, "out", side=192), 140 * 2**20)
+    # How much the interpreter holds beside the tensors differs by machine, so the limit is lowered until it bites.
+    for megabytes in (320, 260, 210, 170, 140, 110):
+        request = kl_request(tmp_path, f"out{megabytes}", side=192)
+        report = apart(decode_within, request, megabytes * 2**20)
+        if report.rows[0].notes[-1].startswith("out of memory in tile: tried again with tiles of"):
+            break
     assert report.counts == {"ok": 2}, [(row.error, row.notes) for row in report.rows]
     assert any("out of memory in tile: tried again with tiles of" in note for note in report.rows[0].notes)
