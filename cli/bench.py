@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -132,7 +133,7 @@ def command(
     counts = None if ranks is None else parse_ranks(ranks)
     where = Start(ranks=None if counts is None else counts[-1], device=device, timeout=timeout)
     make(ranks=counts or (1,))  # what is wrong with the flags is said before any rank starts
-    ctx.obj.append(lambda: _run(make, counts, where, quiet))
+    ctx.obj.append(lambda arguments: _run(make, counts, where, arguments, quiet=quiet))
 
 
 def _check_plot(path: Path) -> None:
@@ -143,7 +144,9 @@ def _check_plot(path: Path) -> None:
     require_matplotlib()
 
 
-def _run(make: partial[BenchRequest], counts: tuple[int, ...] | None, where: Start, quiet: bool) -> int:
+def _run(
+    make: partial[BenchRequest], counts: tuple[int, ...] | None, where: Start, arguments: Sequence[str], *, quiet: bool
+) -> int:
     world = launch.World.from_environment()
     speaks = world.rank == 0
     set_up_logging(verbose=False, quiet=quiet, speaks=speaks)
@@ -151,7 +154,7 @@ def _run(make: partial[BenchRequest], counts: tuple[int, ...] | None, where: Sta
     request = make(ranks=counts or (most,))
     if most > 1 and not world.launched:
         launch.check_memory(most, _weight_bytes(request))
-        return launch.start_ranks(sys.argv[1:], most)
+        return launch.start_ranks(arguments, most)
     from vaepar.jobs.bench import SilentProgress, run_bench
 
     from .bench_tables import print_report  # loads torch, as the bench itself

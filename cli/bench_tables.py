@@ -44,8 +44,9 @@ def print_report(report: BenchReport) -> None:
 _LEGEND = (
     "vs one rank: the same work on one rank. vs stock: diffusers tiled for tile, untiled for the rest; same threads: "
     "as many as all ranks have. memory: highest of a rank during a pass less the level before it (weights are not in "
-    "it). messages and bytes: of all ranks; rounds: times that a rank waited for others. Differences of pixels in "
-    "[-1, 1] from stock diffusers' untiled and serially tiled result."
+    "it); estimate: what a plan expects of it. messages and bytes: of all ranks; rounds: times that a "
+    "rank waited for others. Differences of pixels in [-1, 1] (encode: of the posterior's means and log variances) "
+    "from stock diffusers' untiled and serially tiled result."
 )
 
 
@@ -70,13 +71,15 @@ def _speed_table(rows: list[Row]) -> Table:
 
 
 def _cost_table(rows: list[Row]) -> Table:
-    table = _table("case", "ranks x threads", "memory", "vs one rank", "vs stock", "sent", "messages", "rounds")
+    table = _table(
+        "case", "ranks x threads", "memory", "estimate", "vs one rank", "vs stock", "sent", "messages", "rounds"
+    )
     for name in ("max abs untiled", "PSNR untiled", "max abs tiled", "PSNR tiled"):
         table.add_column(name, justify="right")
     for row in rows:
         cells = (
             *_names(row),
-            "" if row.peak_bytes is None else human_bytes(row.peak_bytes),
+            *("" if size is None else human_bytes(size) for size in (row.peak_bytes, row.estimated_bytes)),
             *("" if part is None else f"{part:.2f}x" for part in (row.peak_to_one_rank, row.peak_to_stock)),
             *((human_bytes(row.sent_bytes), str(row.messages), str(row.rounds)) if row.case.ranks > 1 else ("",) * 3),
             *_gap(row.to_untiled),

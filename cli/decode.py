@@ -7,15 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from vaepar.config import VaeParallelMode
 from vaepar.jobs.request import FORMATS, DecodeRequest, VideoSettings
 from vaepar.latents import LatentLayout, LatentRequest, LatentState
 from vaepar.media import CODECS, parse_fps
 
 from . import options
-from .farm import Farm
+from .batch import Batch
 from .options import INPUT, OUTPUT
-from .start import Start, Talk, start
+from .start import start
 
 Inputs = Annotated[
     list[str] | None,
@@ -64,26 +63,13 @@ AllowNonfinite = Annotated[
 
 def command(
     ctx: typer.Context,
-    farm: Farm,
-    model: options.Model,
+    batch: Batch,
     inputs: Inputs = None,
     out: options.Out = Path("decoded"),
-    mode: options.Mode = "tile",
-    ranks: options.Ranks = None,
-    device: options.Device = "auto",
-    timeout: options.Timeout = 300,
-    tile_size: options.TileSize = None,
-    tile_stride: options.TileStride = None,
-    dtype: options.Dtype = "auto",
-    variant: options.Variant = None,
-    no_download: options.NoDownload = False,
     state: State = None,
     layout: Layout = None,
     size: Size = None,
     trim_latent_frames: Trim = 0,
-    recursive: options.Recursive = False,
-    name: options.Name = "{stem}",
-    overwrite: options.Overwrite = False,
     format_: Format = "auto",
     fps: Fps = None,
     crf: Crf = None,
@@ -92,18 +78,12 @@ def command(
     preset: Preset = None,
     png_level: PngLevel = None,
     allow_nonfinite: AllowNonfinite = False,
-    report: options.Report = None,
-    verbose: options.Verbose = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Decode latents to pictures (PNG) and videos (MP4), on one or many ranks."""
-    talk = Talk(verbose=verbose, quiet=quiet, dialect=farm.dialect)
-    where = Start(ranks=ranks, device=device, timeout=timeout, max_restarts=farm.max_restarts, dry_run=farm.dry_run)
     request = DecodeRequest(
-        inputs=farm.inputs(inputs),
-        model=model,
+        inputs=batch.inputs(inputs),
         out=out,
-        mode=VaeParallelMode.parse(mode),
+        **batch.request,
         latent=LatentRequest(
             state=state,  # type: ignore[arg-type]  # names are parsed there
             layout=layout,  # type: ignore[arg-type]
@@ -120,19 +100,8 @@ def command(
             png_level=png_level,
             allow_nonfinite=allow_nonfinite,
         ),
-        tile_size=tile_size,
-        tile_stride=tile_stride,
-        dtype=dtype,
-        device=device,
-        name=name,
-        recursive=recursive,
-        overwrite=overwrite,
-        variant=variant,
-        allow_download=not no_download,
-        report=report,
-        farming=farm.farming,
     )
-    ctx.obj.append(lambda: start(request, where, talk, _load))
+    ctx.obj.append(lambda arguments: start(request, batch.where, batch.talk, _load, arguments))
 
 
 def _load() -> Any:

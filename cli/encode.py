@@ -7,15 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from vaepar.config import VaeParallelMode
 from vaepar.jobs.request import TARGETS, EncodeRequest
 from vaepar.latents import LatentLayout, LatentState
 from vaepar.media import parse_fps, parse_frames
 
 from . import options
-from .farm import Farm
+from .batch import Batch
 from .options import INPUT, OUTPUT
-from .start import Start, Talk, start
+from .start import start
 
 Inputs = Annotated[
     list[str] | None,
@@ -64,27 +63,14 @@ Preview = Annotated[
 
 def command(
     ctx: typer.Context,
-    farm: Farm,
-    model: options.Model,
+    batch: Batch,
     inputs: Inputs = None,
     out: options.Out = Path("encoded"),
-    mode: options.Mode = "tile",
-    ranks: options.Ranks = None,
-    device: options.Device = "auto",
-    timeout: options.Timeout = 300,
-    tile_size: options.TileSize = None,
-    tile_stride: options.TileStride = None,
-    dtype: options.Dtype = "auto",
-    variant: options.Variant = None,
-    no_download: options.NoDownload = False,
     frames: Frames = None,
     alpha: Alpha = "refuse",
     fit: Fit = "error",
     frames_fit: FramesFit = "error",
     max_pixels: MaxPixels = None,
-    recursive: options.Recursive = False,
-    name: options.Name = "{stem}",
-    overwrite: options.Overwrite = False,
     posterior: Posterior = "mode",
     seed: Seed = None,
     state: State = None,
@@ -93,29 +79,12 @@ def command(
     save_dtype: SaveDtype = "float32",
     fps: Fps = None,
     preview: Preview = False,
-    report: options.Report = None,
-    verbose: options.Verbose = False,
-    quiet: options.Quiet = False,
 ) -> None:
     """Encode pictures and videos to latents, on one or many ranks."""
-    talk = Talk(verbose=verbose, quiet=quiet, dialect=farm.dialect)
-    where = Start(ranks=ranks, device=device, timeout=timeout, max_restarts=farm.max_restarts, dry_run=farm.dry_run)
     request = EncodeRequest(
-        inputs=farm.inputs(inputs),
-        model=model,
+        inputs=batch.inputs(inputs),
         out=out,
-        mode=VaeParallelMode.parse(mode),
-        tile_size=tile_size,
-        tile_stride=tile_stride,
-        dtype=dtype,
-        device=device,
-        name=name,
-        recursive=recursive,
-        overwrite=overwrite,
-        variant=variant,
-        allow_download=not no_download,
-        report=report,
-        farming=farm.farming,
+        **batch.request,
         frames=None if frames is None else parse_frames(frames),
         # The names below are checked by the request itself.
         alpha=alpha,  # type: ignore[arg-type]
@@ -131,7 +100,7 @@ def command(
         fps=None if fps is None else parse_fps(fps),
         preview=preview,
     )
-    ctx.obj.append(lambda: start(request, where, talk, _load))
+    ctx.obj.append(lambda arguments: start(request, batch.where, batch.talk, _load, arguments))
 
 
 def _load() -> Any:

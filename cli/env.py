@@ -17,7 +17,7 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
 ) -> None:
     """Show versions, devices and backends."""
-    ctx.obj.append(lambda: _run(as_json))
+    ctx.obj.append(lambda _: _run(as_json))
 
 
 def _run(as_json: bool) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from vaepar.errors import UsageError, VaeparError
+from vaepar.errors import AmbiguousInputError, UsageError, VaeparError
 from vaepar.latents import LatentRequest, VaeFacts, read_header, resolve
 from vaepar.latents.text import shown
 
@@ -23,13 +23,21 @@ def command(
     state: str | None = typer.Option(None, "--state", help="As for decode."),
     layout: str | None = typer.Option(None, "--layout", help="As for decode."),
     size: str | None = typer.Option(None, "--size", help="As for decode."),
+    trim_latent_frames: int = typer.Option(0, "--trim-latent-frames", help="As for decode."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object a file to standard output."),
 ) -> None:
     """Show a file's tensors, metadata and meaning."""
-    if model is None and (state is not None or layout is not None or size is not None):
-        raise UsageError("--state, --layout and --size say what a file means for a model; give --model too")
-    request = LatentRequest(state=state, layout=layout, size=parse_size("--size", size))  # type: ignore[arg-type]  # names are parsed there
-    ctx.obj.append(lambda: _run(files, model, request, as_json))
+    if model is None and (state is not None or layout is not None or size is not None or trim_latent_frames):
+        raise UsageError(
+            "--state, --layout, --size and --trim-latent-frames say what a file means for a model; give --model too"
+        )
+    request = LatentRequest(
+        state=state,  # type: ignore[arg-type]  # names are parsed there
+        layout=layout,  # type: ignore[arg-type]
+        size=parse_size("--size", size),
+        trim_latent_frames=trim_latent_frames,
+    )
+    ctx.obj.append(lambda _: _run(files, model, request, as_json))
 
 
 def _run(files: list[Path], model: str | None, request: LatentRequest, as_json: bool) -> int:
@@ -47,6 +55,9 @@ def _run(files: list[Path], model: str | None, request: LatentRequest, as_json: 
                 typer.echo(json.dumps({"path": str(path), "error": str(error)}))
             continue
         typer.echo(json.dumps(found) if as_json else _lines(found))
+        if "undecided" in found:
+            code = max(code, AmbiguousInputError.exit_code)
+            complain(f"error: {found['undecided']}")
     return code
 
 
@@ -71,8 +82,26 @@ def _latent(path: Path, vae: VaeFacts | None, request: LatentRequest) -> dict[st
         "metadata": dict(header.metadata),
         "file_bytes": header.file_bytes,
     }
-    return found if vae is None else found | resolve(header, vae, request).to_json()
+    if vae is None:
+        return found
+    try:
+        return found | resolve(header, vae, request).to_json()
+    except AmbiguousInputError as error:  # what is known helps to say what is not
+        return found | {"undecided": str(error)}
 
 
 def _lines(found: dict[str, Any]) -> str:
-    return "\n".join(f"{key}: {shown(value, 2000)}" for key, value in found.items()) + "\n"
+    """A line for each value; those of a table are named ``table.key``, lists are joined by commas."""
+    lines = []
+    for key, value in found.items():
+        if isinstance(value, dict):
+            lines += [f"{key}.{shown(name)}: {_words(part)}" for name, part in value.items()]
+        else:
+            lines.append(f"{key}: {_words(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(_words(part) for part in value)
+    return "-" if value is None else shown(value, 2000)

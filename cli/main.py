@@ -12,15 +12,15 @@ import typer
 
 from vaepar import __version__
 from vaepar.errors import VaeparError
-from vaepar.launch import World, exit_code_of
+from vaepar.launch import World, exit_code_of, prepare_process
 
 from . import bench, decode, encode, env, inspect, models
-from .farm import with_farm
+from .batch import with_batch
 from .output import complain
 
 # A command only checks its flags and appends its work here, so that a mistyped flag ends on every rank before any
-# group of ranks exists, and work runs outside the parser's error handling.
-Work = Callable[[], int]
+# group of ranks exists, and work runs outside the parser's error handling. It gets the arguments, for ranks to start.
+Work = Callable[[Sequence[str]], int]
 
 app = typer.Typer(
     name="vaepar",
@@ -30,8 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 # Each option of these two can be given as VAEPAR_NAME too.
-app.command("decode", context_settings={"auto_envvar_prefix": "VAEPAR"})(with_farm(decode.command))
-app.command("encode", context_settings={"auto_envvar_prefix": "VAEPAR"})(with_farm(encode.command))
+app.command("decode", context_settings={"auto_envvar_prefix": "VAEPAR"})(with_batch(decode.command))
+app.command("encode", context_settings={"auto_envvar_prefix": "VAEPAR"})(with_batch(encode.command))
 app.command("bench")(bench.command)
 app.command("inspect")(inspect.command)
 app.command("models")(models.command)
@@ -53,11 +53,12 @@ def _options(
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line. Returns the exit code: 0 done, 2 usage, and those of ``vaepar.errors``."""
+    prepare_process()
     try:
         world = World.from_environment()
         work: list[Work] = []
         code = _parse(arguments, work, speaks=world.rank == 0)
-        return work[0]() if work and code == 0 else code
+        return work[0](arguments) if work and code == 0 else code
     except VaeparError as error:
         if _is_first():
             complain(str(error))

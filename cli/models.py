@@ -16,7 +16,7 @@ def command(
     as_json: bool = typer.Option(False, "--json", help="Print JSON to standard output."),
 ) -> None:
     """List the supported VAE families with their operations, modes and dtypes."""
-    ctx.obj.append(lambda: _run(as_json))
+    ctx.obj.append(lambda _: _run(as_json))
 
 
 def _run(as_json: bool) -> int:

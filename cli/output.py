@@ -67,8 +67,8 @@ def outcome(row: Row) -> str:
     where = row.outputs[0] if len(row.outputs) == 1 else f"{len(row.outputs)} outputs"
     if row.status == "skipped":
         return f"skipped: {row.path}: {where} is there already (--overwrite replaces it)"
-    if row.status == "not tried":
-        return f"not tried: {row.path}"
+    if row.status in ("dropped", "not tried"):
+        return f"{row.status}: {row.path}"
     return f"ok: {row.path} -> {where} ({row.frames} x {row.width}x{row.height}, {row.mode}, {row.seconds:.2f} s)"
 
 
@@ -86,6 +86,12 @@ def closing_table(report: RunReport) -> None:
         table.add_row(*(safe(text) for text in (*texts, seconds, peaks if worked else "")))
     out = console()
     out.print(table)
+    if len(report.groups) > 1:
+        for group in report.groups:
+            ranks = (
+                f"rank {group.ranks[0]}" if len(group.ranks) == 1 else f"ranks {group.ranks[0]} to {group.ranks[-1]}"
+            )
+            out.print(Text(f"{ranks}: {group.files} file(s), busy for {group.busy_seconds:.1f} s"), soft_wrap=True)
     counts = ", ".join(f"{count} {status}" for status, count in sorted(report.counts.items()))
     out.print(
         Text(
@@ -106,8 +112,7 @@ def print_plan(report: RunReport) -> None:
         size = "" if row.width is None else f"{row.width}x{row.height}"
         memory = plan.get("estimated_bytes_per_rank")
         outputs = plan.get("outputs", row.outputs)
-        status = {"not tried": "due"}.get(row.status, row.status)
-        texts = [row.path, status, plan.get("layout", ""), plan.get("state", ""), size, str(row.frames or "")]
+        texts = [row.path, row.status, plan.get("layout", ""), plan.get("state", ""), size, str(row.frames or "")]
         texts += [plan.get("mode", ""), "" if memory is None else f"about {human_bytes(memory)}"]
         table.add_row(*(safe(text) for text in (*texts, row.error or ", ".join(outputs))))
     out = console(data=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,7 +46,9 @@ class Start:
             raise UsageError(f"--device is '{self.device}'; it is one of {', '.join(launch.DEVICES)}")
 
 
-def start(request: BatchRequest, where: Start, talk: Talk, load_run: Callable[[], Run]) -> int:
+def start(
+    request: BatchRequest, where: Start, talk: Talk, load_run: Callable[[], Run], arguments: Sequence[str]
+) -> int:
     """Run a request and give its exit code: on the ranks of a launcher, on new ranks, or in this process.
 
     Args:
@@ -55,6 +56,7 @@ def start(request: BatchRequest, where: Start, talk: Talk, load_run: Callable[[]
         where: ranks and device.
         talk: how much is said.
         load_run: imports the operation; called only where it runs, because it loads torch.
+        arguments: the command line, for ranks that are started.
     """
     world = launch.World.from_environment()
     set_up_logging(verbose=talk.verbose, quiet=talk.quiet, speaks=world.rank == 0)
@@ -62,7 +64,7 @@ def start(request: BatchRequest, where: Start, talk: Talk, load_run: Callable[[]
         return _plan(request, where, talk, load_run()) if world.rank == 0 else 0
     count = launch.choose_ranks(where.ranks, where.device, world)
     if count > 1 and not world.launched:
-        return _start_ranks(request, count, where)
+        return _start_ranks(request, count, where, arguments)
     with launch.joined(world, where.device, where.timeout) as group:
         report = _run(request, group, talk, load_run())
         group.gather_values(0)  # a launcher stops all ranks when the first one ends with an error: leave together
@@ -83,14 +85,13 @@ def _plan(request: BatchRequest, where: Start, talk: Talk, run: Run) -> int:
     return report.exit_code
 
 
-def _start_ranks(request: BatchRequest, count: int, where: Start) -> int:
+def _start_ranks(request: BatchRequest, count: int, where: Start, arguments: Sequence[str]) -> int:
     from vaepar.jobs.lists import stdin_for_ranks
     from vaepar.jobs.models import locate_model
 
     source = locate_model(request.model, variant=request.variant, allow_download=request.allow_download)
     launch.check_memory(count, source.weight_bytes)
-    arguments = sys.argv[1:]
-    with stdin_for_ranks(arguments, request.inputs):
+    with stdin_for_ranks(request.inputs):
         return launch.start_ranks(arguments, count, max_restarts=where.max_restarts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,12 @@ from typing import Any
 import torch
 
 _LIMIT_SECONDS = 240
+
+# Processes are forked from a server that has imported everything and computed nothing, so that one starts in a moment.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["tests.processes", "tests.farm.ranks", "diffusers.models.autoencoders", "imageio_ffmpeg", "PIL.Image"]
+)
 
 
 def _body(rank: int, size: int, store: str, work: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
@@ -25,9 +32,10 @@ def _body(rank: int, size: int, store: str, work: Callable[..., Any], args: tupl
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     try:
-        pipe.send(("ok", work(TorchGroup(), *args)))
+        # Plain pickle copies tensors; the pipe's own would share their memory, which ends with this process.
+        pipe.send_bytes(pickle.dumps(("ok", work(TorchGroup(), *args))))
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     finally:
         dist.destroy_process_group()
 
@@ -37,13 +45,12 @@ def run_processes(size: int, work: Callable[..., Any], tmp_path: Path, *args: An
 
     A rank that dies gives None.
     """
-    context = multiprocessing.get_context("spawn")
     store = tmp_path / "rendezvous"
     ends: list[Connection] = []
     processes = []
     for rank in range(size):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_body, args=(rank, size, str(store), work, args, there))
+        here, there = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_body, args=(rank, size, str(store), work, args, there))
         process.start()
         there.close()
         ends.append(here)
@@ -67,7 +74,7 @@ def _take(end: Connection) -> tuple[str, Any]:
     try:
         if not end.poll(_LIMIT_SECONDS):
             return "error", f"a rank gave no result within {_LIMIT_SECONDS} seconds"
-        kind, value = end.recv()
+        kind, value = pickle.loads(end.recv_bytes())
     except EOFError:
         return "dead", None
     return kind, value

@@ -161,7 +161,7 @@ def joined(world: World, device: str, timeout_seconds: float = 300) -> Iterator[
     Raises:
         UsageError: more ranks on this machine than GPUs. RankLostError: a rank did not come in time.
     """
-    _keep_memory_flat()
+    keep_memory_flat()
     import torch
 
     from vaepar.parallel.group import SoloGroup
@@ -179,12 +179,20 @@ def joined(world: World, device: str, timeout_seconds: float = 300) -> Iterator[
         yield group
 
 
-def _keep_memory_flat() -> None:
+def prepare_process() -> None:
+    """Settings that PyTorch reads when it is loaded. The command line makes them before anything else."""
+    # A store whose host has died is told as our one line; PyTorch's own warning is a stack of its C++ functions.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    keep_memory_flat()
+
+
+def keep_memory_flat() -> None:
     """Give large tensors pages of their own, which go back to the system when they are freed.
 
     On glibc's heap, tensors of mixed sizes leave gaps that are never given back: a rank's resident memory grew from
     0.8 to 1.1 GB over 81 frames of one decode, and stays at 0.55 GB this way. Huge pages make up for the cost of the
-    fresh pages; PyTorch reads its switch at the first large tensor.
+    fresh pages: without them a decode takes a quarter longer. PyTorch reads its switch once, when it is loaded, so a
+    process calls this before it imports torch; later it does half of its work.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if sys.platform != "linux":
@@ -226,24 +234,30 @@ def start_ranks(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) 
     with _Forwarding() as signals:
         for restart in range(max_restarts + 1):
             os.environ[_RESTARTS] = str(restart)
-            code = _run_ranks(arguments, ranks)
+            rank, code = _run_ranks(arguments, ranks)
             if code >= 0 or signals.asked:
                 break
+            died = f"rank {rank} of {ranks} was ended by {_signal_name(-code)}"
             if restart < max_restarts:
-                logger.warning(
-                    "a rank was ended by %s; starting the ranks again (%d of %d)",
-                    signal.Signals(-code).name,
-                    restart + 1,
-                    max_restarts,
-                )
+                logger.warning("%s; starting the ranks again (%d of %d)", died, restart + 1, max_restarts)
+            else:
+                logger.error("%s; what was whole before is kept, and the same command again does the rest", died)
         if signals.asked == 1 and code in (-signal.SIGTERM, -signal.SIGINT):
             # The first signal came before the ranks listened, so nothing was under way: as safe as a clean stop.
             return InterruptedRunError.exit_code
     return _exit_code(code)
 
 
-def _run_ranks(arguments: Sequence[str], ranks: int) -> int:
-    """The exit code of the first rank that failed, negative for a signal; 0 when none did."""
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        name = f"signal {number}"
+    return f"{name} (by the system when memory ran out, or by hand)" if name == "SIGKILL" else name
+
+
+def _run_ranks(arguments: Sequence[str], ranks: int) -> tuple[int, int]:
+    """The first rank that failed and its exit code, negative for a signal; (0, 0) when none did."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -264,8 +278,9 @@ def _run_ranks(arguments: Sequence[str], ranks: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "vaepar", *arguments)
     except ChildFailedError as error:
-        return int(error.get_first_failure()[1].exitcode)
-    return 0
+        rank, failure = error.get_first_failure()
+        return rank, int(failure.exitcode)
+    return 0, 0
 
 
 class _Forwarding:
@@ -314,6 +329,8 @@ __all__ = [
     "choose_ranks",
     "exit_code_of",
     "joined",
+    "keep_memory_flat",
+    "prepare_process",
     "start_ranks",
     "usable_cores",
 ]

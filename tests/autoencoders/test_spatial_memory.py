@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.autoencoders.test_spatial_parity import MAKERS, latent
+from tests.autoencoders.test_spatial_parity import ADAPTERS, latent
 from vaepar.autoencoders.spatial import shard_decode_chunks
 from vaepar.parallel.group import RankGroup
 from vaepar.parallel.loopback import run_loopback
@@ -62,7 +62,7 @@ def peaks(vae: Any, z: Tensor, size: int, axis: Axis) -> list[int]:
 
 @pytest.mark.parametrize(("family", "frames"), [("kl", 1), ("qwenimage", 1), ("wan21", 9), ("wan22", 5)])
 def test_two_ranks_hold_little_more_than_half(family: str, frames: int) -> None:
-    vae = MAKERS[family](real_topology=family != "kl")
+    vae = ADAPTERS[family](real_topology=family != "kl")
     z = latent(family, 24, 12, frames=frames)
     (alone,) = peaks(vae, z, 1, "height")
     shared = peaks(vae, z, 2, "height")
@@ -70,6 +70,6 @@ def test_two_ranks_hold_little_more_than_half(family: str, frames: int) -> None:
 
 
 def test_memory_does_not_grow_with_frames() -> None:
-    vae = MAKERS["wan21"]()
+    vae = ADAPTERS["wan21"]()
     short, long = (max(peaks(vae, latent("wan21", 8, 6, frames=frames), 2, "height")) for frames in (9, 33))
     assert long <= 1.05 * short

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.autoencoders.test_spatial_parity import (
+    ADAPTERS,
     AXES,
     MAKERS,
     close,
@@ -22,7 +22,6 @@ from tests.autoencoders.test_spatial_parity import (
     shard_decode,
     shard_moments,
 )
-from tests.models import make_kl, make_wan21, make_wan22
 from vaepar.autoencoders.spatial import prepare_shards, shard_decode_chunks, shard_encode
 from vaepar.errors import UsageError
 from vaepar.layers.attention import ShardFrameAttention
@@ -61,7 +60,7 @@ def test_mixed_requests_on_one_model(family: str) -> None:
     plain = MAKERS[family]()
     expected = plain_decode(plain, large)
     direct = plain_decode(plain, small)
-    models = [MAKERS[family]() for _ in range(2)]
+    models = [ADAPTERS[family]() for _ in range(2)]
     kept: dict[tuple[int, str], Any] = {}
 
     def tile(vae: Any) -> Tensor:
@@ -100,7 +99,7 @@ def test_mixed_requests_on_one_model(family: str) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("family", ["wan21", "qwenimage", "kl"])
 def test_no_tensor_is_left(family: str, fails: bool) -> None:
-    models = [MAKERS[family]() for _ in range(3)]
+    models = [ADAPTERS[family]() for _ in range(3)]
     z = latent(family, 6, 5, frames=6)
     groups = LoopbackGroup.create(3)
 
@@ -148,8 +147,8 @@ def run_on(groups: list[LoopbackGroup], models: list[Any], z: Tensor, fails: boo
 
 
 def test_a_stream_that_is_dropped_half_way_leaves_nothing() -> None:
-    vae, z = make_wan21(), latent("wan21", 5, 5, frames=9)
-    picture = plain_decode(vae, z)
+    vae, z = ADAPTERS["wan21"](), latent("wan21", 5, 5, frames=9)
+    picture = plain_decode(MAKERS["wan21"](), z)
     prepare_shards(vae)
     before = live_tensors()
     stream = shard_decode_chunks(vae, z, SoloGroup(), "height")
@@ -158,13 +157,13 @@ def test_a_stream_that_is_dropped_half_way_leaves_nothing() -> None:
     assert torch.equal(plain_decode(vae, z), picture)
     next(stream)
     assert live_tensors() > before
-    stream.close()  # type: ignore[attr-defined]  # a generator behind the iterator
+    stream.close()
     del stream
     assert live_tensors() == before
 
 
 def test_two_streams_of_one_model_may_run_in_turn() -> None:
-    vae = make_wan21()
+    plain, vae = MAKERS["wan21"](), ADAPTERS["wan21"]()
     first, second = latent("wan21", 5, 5, frames=6), latent("wan21", 4, 6, frames=6, seed=1)
     pairs = zip(
         shard_decode_chunks(vae, first, SoloGroup(), "height"),
@@ -172,13 +171,13 @@ def test_two_streams_of_one_model_may_run_in_turn() -> None:
         strict=True,
     )
     ours, others = zip(*pairs, strict=True)
-    close(joined(list(ours)), plain_decode(vae, first))
-    close(joined(list(others)), plain_decode(vae, second))
+    close(joined(list(ours)), plain_decode(plain, first))
+    close(joined(list(others)), plain_decode(plain, second))
 
 
 def test_encode_between_decodes_changes_nothing() -> None:
-    vae, z = make_wan21(), latent("wan21", 4, 4, frames=2)
-    x = plain_decode(vae, z)
+    vae, z = ADAPTERS["wan21"](), latent("wan21", 4, 4, frames=2)
+    x = plain_decode(MAKERS["wan21"](), z)
     first = shard_moments(vae, x, 2, "height")[0]
     shard_decode(vae, z, 2, "width")
     again = shard_moments(vae, x, 2, "height")[0]
@@ -188,19 +187,19 @@ def test_encode_between_decodes_changes_nothing() -> None:
 
 
 def test_shapes_and_failures_one_after_another_give_what_a_fresh_model_gives() -> None:
-    vae = make_wan21()
+    vae = ADAPTERS["wan21"]()
     for frames, height in ((3, 8), (1, 12), (2, 8)):
         z = latent("wan21", height, 4, frames=frames)
         assert joined(chunks_of(vae, z, SoloGroup(), "height")).shape[2] == 4 * frames - 3
     with pytest.raises(RuntimeError):
         chunks_of(vae, z.double(), SoloGroup(), "height")
-    fresh = joined(chunks_of(make_wan21(), z, SoloGroup(), "height"))
+    fresh = joined(chunks_of(ADAPTERS["wan21"](), z, SoloGroup(), "height"))
     assert torch.equal(joined(chunks_of(vae, z, SoloGroup(), "height")), fresh)
 
 
 def test_tiling_of_the_model_does_not_reach_into_a_shard() -> None:
-    vae, z = make_wan21(), latent("wan21", 10, 12, frames=2)
-    picture = plain_decode(vae, z)
+    vae, z = ADAPTERS["wan21"](), latent("wan21", 10, 12, frames=2)
+    picture = plain_decode(MAKERS["wan21"](), z)
     vae.enable_tiling(64, 64, 48, 48)
     close(shard_decode(vae, z, 2, "height")[0], picture)
 
@@ -208,14 +207,14 @@ def test_tiling_of_the_model_does_not_reach_into_a_shard() -> None:
 @pytest.mark.parametrize(("owner", "extent", "size"), [(1, 5, 2), (2, 5, 3), (3, 2, 4)])
 def test_the_owner_gets_the_picture_also_without_rows_of_its_own(owner: int, extent: int, size: int) -> None:
     for family in ("wan21", "kl"):
-        vae, z = MAKERS[family](), latent(family, extent, 4, frames=6)
-        results = shard_decode(vae, z, size, "height", owner=owner)
-        close(results[owner], plain_decode(vae, z))
+        z = latent(family, extent, 4, frames=6)
+        results = shard_decode(ADAPTERS[family](), z, size, "height", owner=owner)
+        close(results[owner], plain_decode(MAKERS[family](), z))
         assert all(result is None for rank, result in enumerate(results) if rank != owner)
 
 
 def test_moments_may_go_to_one_rank() -> None:
-    vae = make_kl()
+    vae = ADAPTERS["kl"]()
     x = torch.rand((1, 3, 40, 32), generator=torch.Generator().manual_seed(0))
     results = shard_moments(vae, x, 3, "height", owner=2)
     assert results[:2] == [None, None]
@@ -223,7 +222,7 @@ def test_moments_may_go_to_one_rank() -> None:
 
 
 def test_chunks_are_one_frame_then_four_for_each_latent_frame() -> None:
-    vae, z = make_wan21(), latent("wan21", 3, 3, frames=8)
+    vae, z = ADAPTERS["wan21"](), latent("wan21", 3, 3, frames=8)
     frames = [
         chunk.shape[2]
         for chunk in shard_decode_chunks(vae, z, SoloGroup(), "height", frames_per_step=3)
@@ -283,7 +282,7 @@ def predicted(vae: Any, z: Tensor, axis: Axis, size: int) -> list[tuple[int, int
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("size", [2, 3])
 def test_what_travels_is_what_the_arithmetic_says(size: int, axis: Axis) -> None:
-    vae, z = make_wan21(), latent("wan21", 5, 4, frames=6)
+    vae, z = ADAPTERS["wan21"](), latent("wan21", 5, 4, frames=6)
     models = [copy.deepcopy(vae) for _ in range(size)]
 
     def work(group: RankGroup) -> tuple[int, int, int]:
@@ -294,7 +293,7 @@ def test_what_travels_is_what_the_arithmetic_says(size: int, axis: Axis) -> None
 
 
 def test_wan21_takes_at_most_nine_rounds_for_each_latent_frame_after_the_first() -> None:
-    vae, z = make_wan21(real_topology=True), latent("wan21", 3, 2, frames=9)
+    vae, z = ADAPTERS["wan21"](real_topology=True), latent("wan21", 3, 2, frames=9)
     models = [copy.deepcopy(vae) for _ in range(2)]
 
     def work(group: RankGroup) -> list[int]:
@@ -311,7 +310,7 @@ def test_wan21_takes_at_most_nine_rounds_for_each_latent_frame_after_the_first()
 
 
 def test_ranks_that_do_not_need_rows_get_none() -> None:
-    vae, z = make_kl(), latent("kl", 4, 3)
+    vae, z = ADAPTERS["kl"](), latent("kl", 4, 3)
     models = [copy.deepcopy(vae) for _ in range(4)]
     sent: list[tuple[int, int]] = []
 
@@ -349,20 +348,20 @@ def test_requests_that_cannot_be(options: dict[str, Any], words: str) -> None:
 
     def work(group: RankGroup) -> None:
         with pytest.raises(UsageError, match=words):
-            shard_decode_chunks(make_wan21(), request.pop("z"), group, request.pop("axis"), **request)
+            shard_decode_chunks(ADAPTERS["wan21"](), request.pop("z"), group, request.pop("axis"), **request)
 
     run_loopback(1, work)
 
 
 @pytest.mark.parametrize(
-    ("make", "shape", "words"),
+    ("family", "shape", "words"),
     [
-        (make_wan22, (1, 3, 1, 32, 40), "multiples of 16"),
-        (make_wan22, (1, 3, 1, 33, 32), "multiples of 16"),
-        (make_kl, (1, 3, 7, 32), "needs 8 or more"),
-        (make_kl, (1, 3, 32, 7), "needs 8 or more"),
+        ("wan22", (1, 3, 1, 32, 40), "multiples of 16"),
+        ("wan22", (1, 3, 1, 33, 32), "multiples of 16"),
+        ("kl", (1, 3, 7, 32), "needs 8 or more"),
+        ("kl", (1, 3, 32, 7), "needs 8 or more"),
     ],
 )
-def test_pixels_that_cannot_be(make: Callable[..., Any], shape: tuple[int, ...], words: str) -> None:
+def test_pixels_that_cannot_be(family: str, shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        shard_encode(make(), torch.zeros(shape), SoloGroup(), "height")
+        shard_encode(ADAPTERS[family](), torch.zeros(shape), SoloGroup(), "height")

@@ -26,6 +26,7 @@ CASE = {"name", "strategy", "reason", "ranks", "threads"}
 ROW = {"case", "latency", "speed_up", "efficiency", "stock_one_thread", "stock_same_threads", "peak_bytes"} | {
     *(
         "peak_to_one_rank",
+        "estimated_bytes",
         "peak_to_stock",
         "sent_bytes",
         "messages",
@@ -41,8 +42,8 @@ SAMPLE = {"repeat", "seconds", "rank_seconds", "rank_cpu_seconds", "peak_bytes",
 
 
 def check_schema(data: dict[str, Any]) -> None:
-    """Version 1 of the JSON: a change of keys needs another number."""
-    assert data["schema"] == 1
+    """Version 2 of the JSON: a change of keys needs another number."""
+    assert data["schema"] == 2
     assert set(data) == TOP
     assert set(data["machine"]) == MACHINE
     assert set(data["model"]) == {"name", "class", "dtype", "parameters"}

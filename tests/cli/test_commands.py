@@ -55,3 +55,21 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], model_folde
     printed = capsys.readouterr()
     assert "shape" in printed.out
     assert "none.safetensors" in printed.err
+
+
+def test_inspect_shows_what_is_known_of_an_undecided_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model_folders: dict[str, Path]
+) -> None:
+    file = save_latent(tmp_path / "a.safetensors", wan_latent(frames=3), metadata={"note": "x"})
+    command = ["inspect", str(file), "--model", str(model_folders["wan"])]
+    assert run(command) == 4
+    printed = capsys.readouterr()
+    assert "shape: 1, 16, 3, 6, 8" in printed.out
+    assert "metadata.note: x" in printed.out
+    assert "undecided: " in printed.out
+    assert "--state" in printed.err
+    assert run([*command, "--json"]) == 4
+    assert "--state" in json.loads(capsys.readouterr().out)["undecided"]
+    assert run([*command, "--state", "raw", "--trim-latent-frames", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_frames"] == 5
+    assert run(["inspect", str(file), "--trim-latent-frames", "1"]) == 2

@@ -275,3 +275,24 @@ def test_a_preview_that_is_missing_is_made(tmp_path: Path, encode: Encode) -> No
     assert encode([file], "kl", "--preview").row("cat.png")["status"] == "ok"
     assert (tmp_path / "enc" / "cat.preview.png").is_file()
     assert encode([file], "kl", "--preview").row("cat.png")["status"] == "skipped"
+
+
+def test_the_plan_of_an_encode(tmp_path: Path, encode: Encode) -> None:
+    """Sizes, latents, memory and what is wrong, before anything is made."""
+    files = [
+        picture(tmp_path / "cat.png", 64, 96),
+        clip(tmp_path / "walk.mp4", 9),
+        picture(tmp_path / "odd.png", 60, 50),
+    ]
+    flags = ["--dry-run", "--json", "--ranks", "2", "--mode", "auto", "--tile-size", "64"]
+    outcome = encode(files, "wan", *flags)
+    assert outcome.code == 3, outcome.err
+    assert not (tmp_path / "enc").exists()
+    cat, walk, odd = [json.loads(line) for line in outcome.out.splitlines()][:3]
+    assert (cat["status"], cat["width"], cat["height"], cat["frames"]) == ("due", 96, 64, 1)
+    assert cat["plan"]["latent"] == [1, 16, 1, 8, 12]
+    assert cat["plan"]["outputs"] == [str(tmp_path / "enc" / "cat.safetensors")]
+    assert (walk["mode"], walk["plan"]["latent"]) == ("spatial_shard_width", [1, 16, 3, 8, 12])
+    assert walk["plan"]["estimated_activations"] > cat["plan"]["estimated_activations"] > 0
+    assert odd["status"] == "failed"
+    assert "multiples" in odd["error"] or "48x56" in odd["error"] or "nearest" in odd["error"]

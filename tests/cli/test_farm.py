@@ -119,7 +119,9 @@ def test_the_plan_needs_no_weights_and_makes_nothing(
     for words in ("bcfhw", "norm", "96x72", "spatial_shard_width", "film.mp4", "[[0, 1, 2, 3]]", "about "):
         assert words in outcome.out
     rows = [json.loads(line) for line in decode([film], str(bare), *flags, "--json").out.splitlines()]
-    assert rows[0]["plan"]["mode"] == "spatial_shard_width"
+    assert rows[0]["status"] == "due"
+    assert rows[0]["plan"]["mode"] == rows[0]["mode"] == "spatial_shard_width"
+    assert rows[0]["mode_reason"].startswith("auto: ")
     assert rows[0]["plan"]["estimated_bytes_per_rank"] > rows[0]["plan"]["estimated_activations"] > 0
     assert rows[1]["dry_run"] is True
 
@@ -166,11 +168,14 @@ def test_print_config_is_a_configuration_file(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--vae-parallel-size", "2"), "does not divide"),
+        (("--vae-parallel-size", "2"), "more than the 1 rank(s)"),
+        (("--vae-parallel-size", "3", "--ranks", "4", "--dry-run"), "does not divide"),
         (("--vae-parallel-size", "many"), "whole number"),
         (("--grace", "-1"), "0 or more"),
         (("--max-restarts", "-1"), "0 or more"),
         (("--shard", "1"), "i/n"),
+        (("--shard", "16/16"), "--shard is 16/16; it is i/n"),
+        (("--dtype", "fp8"), "--dtype is 'fp8'"),
     ],
 )
 def test_usage(flags: tuple[str, ...], words: str, files: list[Path], decode: Decode) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -17,14 +16,12 @@ from typing import Any
 import torch
 
 import vaepar.jobs.decode
+from tests.processes import CONTEXT
 from vaepar.errors import VaeparError
 from vaepar.jobs.report import RunReport, Silent
 from vaepar.jobs.request import DecodeRequest
 
 LIMIT_SECONDS = 120
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.farm.ranks", "diffusers.models.autoencoders", "imageio_ffmpeg", "PIL.Image"])
 
 
 @dataclass
@@ -63,8 +60,8 @@ def start_decode(request: DecodeRequest, size: int, store: Path, prepare: Callab
     """Begin a decode on ``size`` ranks that meet at the file ``store``; ``prepare`` runs first in each of them."""
     processes, pipes = [], []
     for rank in range(size):
-        here, there = _context.Pipe(duplex=False)
-        process = _context.Process(target=_body, args=(rank, size, str(store), request, prepare, there))
+        here, there = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=_body, args=(rank, size, str(store), request, prepare, there))
         process.start()
         there.close()
         processes.append(process)
@@ -130,8 +127,8 @@ def _body(
 
 def apart(work: Callable[..., Any], *args: Any) -> Any:
     """``work(*args)`` in a fresh process."""
-    here, there = _context.Pipe(duplex=False)
-    process = _context.Process(target=_apart, args=(work, args, there))
+    here, there = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_apart, args=(work, args, there))
     process.start()
     there.close()
     try:

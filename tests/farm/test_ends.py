@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import resource
 import signal
+import subprocess
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -96,7 +100,7 @@ def test_sigterm_at_any_moment(
             done = sum(row.status == "ok" for row in report.rows)
             assert report.exit_code == (75 if report.interrupted else 0)
             assert report.interrupted or done == FILES
-            assert all(row.status in ("ok", "not tried") for row in report.rows)
+            assert all(row.status in ("ok", "dropped", "not tried") for row in report.rows)
         assert [row.status for row in results[0].rows] == [row.status for row in results[1].rows]
         assert temporary(request.out) == []
         check_second_run(request, tmp_path, want)
@@ -113,6 +117,10 @@ class _StopsItself(Silent):
 
     def __init__(self, after: int) -> None:
         self._left = after
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def advanced(self, frames: int) -> None:
         self._left -= 1
@@ -129,12 +137,57 @@ def test_the_grace_decides_between_finishing_and_dropping(
 
     request = decode_request(files, wan, tmp_path / "out", grace=grace)
     before = signal.getsignal(signal.SIGTERM)
-    report = run_decode(request, SoloGroup(), _StopsItself(after=1))
+    watching = _StopsItself(after=1)
+    report = run_decode(request, SoloGroup(), watching)
     assert report.interrupted
     assert report.exit_code == 75
-    assert report.counts == {status: n for status, n in (("ok", done), ("not tried", FILES - done)) if n}
+    assert [row.status for row in report.rows] == ["ok" if done else "dropped"] + ["not tried"] * (FILES - 1)
+    assert any(note.startswith(f"SIGTERM: the file under way has {grace:g} s") for note in watching.notes)
+    assert any("the same command again" in note for note in watching.notes)
     assert len(contents(tmp_path / "out")) == done
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@contextmanager
+def small_disk(folder: Path, size: int) -> Iterator[Callable[[int], None]]:
+    """A file system of so many bytes on ``folder``; gives a function that makes it larger."""
+
+    def mount(*options: str) -> None:
+        subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(folder)], check=True, capture_output=True)
+
+    folder.mkdir(parents=True)
+    try:
+        mount("-o", f"size={size}")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"mounting a small file system needs more rights than there are here: {error}")
+    try:
+        yield lambda larger: mount("-o", f"remount,size={larger}")
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_disk_that_is_really_full(
+    size: int, tmp_path: Path, files: Path, wan: Path, undisturbed: tuple[dict[str, bytes], float]
+) -> None:
+    """ENOSPC from a file system: what was whole stays, nothing half-written does, and a second run makes the rest."""
+    want, _ = undisturbed
+    pages = [math.ceil(len(data) / 4096) * 4096 for data in want.values()]
+    half = sum(pages) // 2
+    with small_disk(tmp_path / "out", half) as enlarge:
+        request = decode_request(files, wan, tmp_path / "out", vae_parallel_size=size)
+        for report in start_decode(request, 2, tmp_path / "store").wait():
+            assert isinstance(report, RunReport)
+            assert report.exit_code == 3
+            failed = [row for row in report.rows if row.status == "failed"]
+            assert failed
+            assert all("no space" in (row.error or "") and (row.error or "").isprintable() for row in failed)
+            assert {row.status for row in report.rows} <= {"ok", "failed", "not tried"}
+        assert temporary(request.out) == []
+        assert contents(request.out).items() < want.items()
+        enlarge(4 * half)
+        check_second_run(request, tmp_path, want)
 
 
 def limit_file_size(size: int) -> None:

@@ -106,19 +106,37 @@ def test_a_killed_rank_is_started_again(tmp_path: Path, files: Path, wan: Path, 
         ranks_of(process)[1].kill()
         assert process.wait(240) == 0, (tmp_path / "stderr").read_text()
     errors = (tmp_path / "stderr").read_text()
-    assert "SIGKILL; starting the ranks again (1 of 1)" in errors
+    assert "was ended by SIGKILL" in errors
+    assert "; starting the ranks again (1 of 1)" in errors
     # --overwrite asks to replace what was there before, not what this run has made.
     assert json.loads((tmp_path / "out.json").read_text())["counts"]["skipped"] > 0
     assert contents(tmp_path / "out") == want
     assert temporary(tmp_path / "out") == []
 
 
-def test_a_killed_rank_without_restarts_is_reported(tmp_path: Path, files: Path, wan: Path) -> None:
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_without_restarts_is_reported(victim: int, tmp_path: Path, files: Path, wan: Path) -> None:
     with running(decode(files, wan, "out", "--ranks", "2"), tmp_path) as process:
         first_output(tmp_path / "out")
-        ranks_of(process)[1].kill()
+        rank = next(p for p in ranks_of(process) if p.environ()["RANK"] == str(victim))
+        rank.kill()
         assert process.wait(240) == 137, (tmp_path / "stderr").read_text()
-    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    errors = (tmp_path / "stderr").read_text()
+    assert f"rank {victim} of 2 was ended by SIGKILL" in errors
+    assert "Traceback" not in errors
+    assert ".cc:" not in errors  # a line of the backend's source code
+
+
+def test_a_killed_launcher_leaves_no_ranks_and_no_stack(tmp_path: Path, files: Path, wan: Path) -> None:
+    """The ranks see that their launcher is gone, and stop as if they had been asked to."""
+    with running(decode(files, wan, "out", "--ranks", "2", "--grace", "0"), tmp_path) as process:
+        first_output(tmp_path / "out")
+        ranks = ranks_of(process)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not any(rank.is_running() for rank in ranks), "the end of the ranks")
+    assert temporary(tmp_path / "out") == []
+    assert "Exception raised from" not in (tmp_path / "stderr").read_text()
 
 
 def test_torchrun_hands_on_sigterm_and_restarts(tmp_path: Path, files: Path, wan: Path, want: dict[str, bytes]) -> None:

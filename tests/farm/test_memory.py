@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ from PIL import Image
 from tests import models
 from tests.cli.conftest import save_latent
 from tests.farm.ranks import contents, decode_on, start_decode
-from vaepar.autoencoders.selection import Selection
+from vaepar.autoencoders.feed import TensorFeed
+from vaepar.autoencoders.selection import Selection, axis_of
 from vaepar.config import VaeParallelMode
-from vaepar.jobs.estimate import estimate_peak_bytes, select_for
+from vaepar.jobs.estimate import estimate_peak_bytes, pixel_shape, select_for
 from vaepar.jobs.farming import Farming
 from vaepar.jobs.ghost import META, LiveBytes
 from vaepar.jobs.memory import peak_bytes, reset_peak
@@ -75,15 +78,38 @@ def test_estimates_follow_sizes_ranks_and_dtypes(make: object, shape: tuple[int,
         assert longer == total((*shape[:2], 80, *shape[3:]), "direct")
 
 
+@pytest.mark.parametrize("make", [models.make_kl, models.make_flux2, models.make_qwenimage, models.make_wan22])
+def test_estimates_of_an_encode_follow_sizes_and_ranks(make: Callable[..., Any]) -> None:
+    facts = facts_of(make(real_topology=True))
+    shape = (1, facts.latent_channels, *((5,) if facts.takes_frames else ()), 24, 32)
+
+    def total(shape: tuple[int, ...], mode: str, size: int = 1) -> int:
+        selection = Selection(mode=mode, axis=axis_of(mode), reason="")
+        tiles = (2048, 1536) if mode == "direct" else (128, 96)  # what is direct fits one tile
+        return estimate_peak_bytes(
+            facts, shape, torch.float32, selection, size, operation="encode", tiles=tiles, device="cuda"
+        ).activations
+
+    whole = total(shape, "direct")
+    assert 1.7 < total((*shape[:-1], 2 * shape[-1]), "direct") / whole < 2.3
+    assert total(shape, "spatial_shard_width", 2) < 0.65 * total(shape, "spatial_shard_width", 1)
+    assert total(shape, "tile", 2) <= total(shape, "tile", 1)
+    if facts.takes_frames:
+        longer, longest = ((*shape[:2], frames, *shape[3:]) for frames in (40, 80))
+        assert total(longer, "direct") == total(longest, "direct")
+
+
 def test_the_selection_of_a_plan_is_that_of_a_run() -> None:
     facts = facts_of(models.make_wan21())
+    assert select_for(facts, (1, 16, 3, 9, 12), "auto", 2, (64, 48), "encode").mode == "spatial_shard_width"
+    assert select_for(facts, (1, 16, 3, 8, 8), "auto", 2, (64, 48), "encode").mode == "direct"
     assert select_for(facts, (1, 16, 3, 9, 12), "tile", 1, (64, 48)).mode == "tile"
     assert select_for(facts, (1, 16, 3, 9, 12), "tile", 2).mode == "direct"
     assert select_for(facts, (1, 16, 3, 9, 12), "auto", 2, (64, 48)).mode == "spatial_shard_width"
 
 
-def measure_decode(shape: tuple[int, ...], mode: str, tiles: tuple[int, int]) -> tuple[int, int]:
-    """(estimated, measured) bytes of activations of a real decode in this process."""
+def measure(operation: str, shape: tuple[int, ...], mode: str, tiles: tuple[int, int]) -> tuple[int, int]:
+    """(estimated, measured) bytes of activations of a real decode or encode in this process."""
     import psutil
 
     from vaepar import launch
@@ -97,33 +123,41 @@ def measure_decode(shape: tuple[int, ...], mode: str, tiles: tuple[int, int]) ->
         model.init_distributed(SoloGroup())
         model.configure_tiles(*tiles)
         model.set_parallel_size(1, mode=mode)
-        z = torch.randn(shape)
-        selection = model.select_mode(z)
-        for _ in model.decode_chunks(z[..., :2, :2]):
+        facts = facts_of(vae)
+        z = torch.randn(shape) if operation == "decode" else torch.rand(pixel_shape(model, facts, shape)) * 2 - 1
+        selection = model.select_mode(z) if operation == "decode" else model.select_encode_mode(z.shape)
+        work = model.decode_chunks if operation == "decode" else lambda x: model.encode_chunks(TensorFeed(x))
+        ratio = 1 if operation == "decode" else facts.spatial_ratio
+        for _ in work(z[..., : 2 * ratio, : 2 * ratio]):
             pass
         before = psutil.Process().memory_info().rss
         reset_peak(torch.device("cpu"))
-        for _ in model.decode_chunks(z):
+        for _ in work(z):
             pass
         measured = peak_bytes(torch.device("cpu")) - before
-        estimate = estimate_peak_bytes(facts_of(vae), shape, torch.float32, selection, 1, tiles=tiles)
+        estimate = estimate_peak_bytes(facts, shape, torch.float32, selection, 1, operation=operation, tiles=tiles)
         return estimate.activations, measured
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("shape", "mode", "tiles"),
+    ("operation", "shape", "mode", "tiles"),
     [
-        ((1, 16, 3, 24, 24), "tile", (512, 384)),
-        ((1, 16, 3, 24, 24), "tile", (128, 96)),
-        ((1, 16, 6, 24, 32), "spatial_shard_height", (128, 96)),
+        ("decode", (1, 16, 3, 24, 24), "tile", (512, 384)),
+        ("decode", (1, 16, 3, 24, 24), "tile", (128, 96)),
+        ("decode", (1, 16, 6, 24, 32), "spatial_shard_height", (128, 96)),
+        ("encode", (1, 16, 3, 32, 32), "tile", (512, 384)),
+        ("encode", (1, 16, 3, 32, 32), "tile", (192, 144)),
+        ("encode", (1, 16, 6, 24, 32), "spatial_shard_height", (128, 96)),
     ],
 )
-def test_the_estimate_is_within_a_factor_of_two(shape: tuple[int, ...], mode: str, tiles: tuple[int, int]) -> None:
+def test_the_estimate_is_within_a_factor_of_two(
+    operation: str, shape: tuple[int, ...], mode: str, tiles: tuple[int, int]
+) -> None:
     """In a process of its own, whose heap holds nothing else."""
     from tests.farm.ranks import apart
 
-    estimated, measured = apart(measure_decode, shape, mode, tiles)
+    estimated, measured = apart(measure, operation, shape, mode, tiles)
     assert 0.5 < estimated / measured < 2
 
 

@@ -61,6 +61,37 @@ def test_the_template_runs_chunks_of_files(tmp_path: Path, wan: Path) -> None:
     assert "openjd_fail: " in failed.stdout
 
 
+def test_a_cancelled_task_stops_cleanly_and_a_second_one_does_the_rest(tmp_path: Path, wan: Path) -> None:
+    """The runner's cancel (here by its own interrupt) reaches vaepar, which drops nothing half-written."""
+    make_latents(tmp_path / "in", 6, frames=12, height=12, width=12)
+    parameters = {"LatentDir": "in", "OutDir": "out", "Model": str(wan), "Parts": "6", "LastPart": "5"}
+    parameters |= {"ChunkSize": "6", "Vaepar": VAEPAR, "MoreOptions": "--state norm --tile-size 64 --ranks 2"}
+    arguments = [part for name, value in parameters.items() for part in ("-p", f"{name}={value}")]
+    command = ["run", str(TEMPLATE), "--step", "Decode", *arguments]
+    with subprocess.Popen(
+        [str(Path(sys.executable).with_name("openjd")), *command],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # the signal must come to vaepar from the runner, not from a terminal
+    ) as process:
+        wait_for(lambda: bool(list((tmp_path / "out").glob("*.mp4"))), "the first output")
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=120)[0]
+    assert process.returncode != 0, printed
+    assert "the file under way has 45 s" in printed
+    assert temporary(tmp_path / "out") == []
+    first = contents(tmp_path / "out")
+    assert 1 <= len(first) < 6
+    again = openjd(*command, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    second = contents(tmp_path / "out")
+    assert sorted(second) == [f"shot{n:03d}.mp4" for n in range(6)]
+    assert first.items() <= second.items()
+
+
 def test_the_array_script_takes_its_part_and_hands_on_signals(tmp_path: Path, wan: Path) -> None:
     """Without Slurm: its variables and its signal to the batch shell, and the code that makes it requeue."""
     folder = make_latents(tmp_path / "in", 6, frames=10, height=12, width=12)

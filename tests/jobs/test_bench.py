@@ -19,8 +19,10 @@ from vaepar.jobs.bench_meter import Meter, Reading, threads_set
 from vaepar.jobs.bench_models import BenchModel, random_model
 from vaepar.jobs.bench_presets import FAMILIES, load_preset
 from vaepar.jobs.bench_report import BenchReport
-from vaepar.jobs.bench_request import BenchRequest
+from vaepar.jobs.bench_request import OPERATIONS, BenchRequest
 from vaepar.parallel.group import RankGroup, SoloGroup
+from vaepar.parallel.halo import gather_parts
+from vaepar.parallel.shards import split_rows
 
 WIDTH = VaeParallelMode.SPATIAL_SHARD_WIDTH
 
@@ -48,11 +50,14 @@ def solo(request: BenchRequest) -> BenchReport:
     return run_bench(request, SoloGroup(), SilentProgress())
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_exact_on_one_rank(family: str) -> None:
+def test_every_family_is_exact_on_one_rank(family: str, operation: str) -> None:
     modes = (VaeParallelMode.TILE, WIDTH)
     told = Told()
-    report = run_bench(BenchRequest(family=family, scale="tiny", modes=modes, repeats=1), SoloGroup(), told)
+    request = BenchRequest(family=family, scale="tiny", operation=operation, modes=modes, repeats=1)
+    report = run_bench(request, SoloGroup(), told)
+    assert report.operation == operation
     rows = {row.case.name: row for row in report.results[0].rows()}
     assert set(rows) == {"stock untiled", "stock tiled", "tile", "spatial_shard_width"}
     for name, row in rows.items():
@@ -62,6 +67,7 @@ def test_every_family_is_exact_on_one_rank(family: str) -> None:
         assert row.to_untiled.max_abs is not None
         assert (row.to_tiled.max_abs == 0) == (name in ("tile", "stock tiled"))
         assert (row.to_untiled.max_abs <= SHARD_TOLERANCE) == (name in ("spatial_shard_width", "stock untiled"))
+        assert (row.estimated_bytes is None) == row.case.is_stock
     assert told.passes == len(told.steps) == 2 + 4 * 2
 
 
@@ -200,9 +206,9 @@ def nested_groups(group: RankGroup) -> dict[int, tuple[int, int, float]]:
     """Rank, size and the sum of the world ranks in each group that this rank is in."""
     found = {}
     for count, members in rank_groups(group, (1, 2, 3)).items():
-        total = torch.tensor([float(group.rank)])
-        members.all_reduce(total)
-        found[count] = (members.rank, members.size, float(total))
+        own, layout = torch.tensor([float(group.rank)]), split_rows(members.size, members.size)
+        parts = gather_parts(members, layout, own, [(1,)] * members.size)
+        found[count] = (members.rank, members.size, float(sum(parts)))
     return found
 
 

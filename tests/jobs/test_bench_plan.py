@@ -228,8 +228,8 @@ def test_modes() -> None:
         ({"threads": 0}, "--threads is 0"),
         ({"tile_size": -8}, "--tile-size is -8"),
         ({"tile_stride": 8}, "--tile-stride was given without --tile-size"),
-        ({"frames_per_step": 2}, "--frames-per-step was given, but AutoencoderKL decodes pictures"),
-        ({"family": "wan", "modes": (TILE,), "frames_per_step": 2}, "tile decodes a frame a step"),
+        ({"frames_per_step": 2}, "--frames-per-step was given, but AutoencoderKL takes pictures"),
+        ({"family": "wan", "modes": (TILE,), "frames_per_step": 2}, "tile takes a frame a step"),
         ({"ranks": ()}, "ranks are"),
         ({"ranks": (2, 1)}, "ranks are"),
         ({"ranks": (0, 1)}, "ranks are"),
@@ -278,7 +278,7 @@ def test_files_are_written_whole_or_refused_beforehand(tmp_path: Path) -> None:
     write_whole(target, b"one")
     write_json(target, BenchReport(operation="decode"))
     assert list(target.parent.iterdir()) == [target]
-    assert b'"schema": 1' in target.read_bytes()
+    assert b'"schema": 2' in target.read_bytes()
     for bad in (target.parent, target / "below.json"):
         with pytest.raises(OutputError, match="cannot write"):
             probe(bad)

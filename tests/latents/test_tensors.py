@@ -233,3 +233,11 @@ def test_planning_loads_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code, path], env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    """File systems take any bytes; the library that reads the format takes text only."""
+    x = noise(2, 4, 6, 10)
+    plain = save(tmp_path / "plain", x)
+    odd = plain.rename(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.safetensors")))
+    assert torch.equal(read_latent(resolved(odd, KL, state="raw")), x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,17 +13,27 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from torch import Tensor, nn
 
 from tests.models import make_flux2, make_kl, make_qwenimage, make_wan21, make_wan22
+from vaepar.autoencoders import (
+    DistributedAutoencoderKL,
+    DistributedAutoencoderKLFlux2,
+    DistributedAutoencoderKLQwenImage,
+    DistributedAutoencoderKLWan,
+)
 from vaepar.autoencoders.spatial import prepare_shards, shard_decode_chunks
 from vaepar.errors import UnsupportedModeError
 from vaepar.layers.install import WanDistCausalConv3d, WanDistConv2d, WanDistZeroPad2d, install_shards
 from vaepar.parallel.group import SoloGroup
 
-FAMILIES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-    "kl": (make_kl, (1, 4, 5, 4)),
-    "flux2": (make_flux2, (1, 32, 5, 4)),
-    "qwenimage": (make_qwenimage, (1, 16, 2, 5, 4)),
-    "wan21": (make_wan21, (1, 16, 2, 5, 4)),
-    "wan22": (make_wan22, (1, 48, 2, 5, 4)),
+make_sharded_kl = partial(make_kl, cls=DistributedAutoencoderKL)
+make_sharded_wan21 = partial(make_wan21, cls=DistributedAutoencoderKLWan)
+
+# The plain model, the adapter with the same weights, a latent's shape.
+FAMILIES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[int, ...]]] = {
+    "kl": (make_kl, make_sharded_kl, (1, 4, 5, 4)),
+    "flux2": (make_flux2, partial(make_flux2, cls=DistributedAutoencoderKLFlux2), (1, 32, 5, 4)),
+    "qwenimage": (make_qwenimage, partial(make_qwenimage, cls=DistributedAutoencoderKLQwenImage), (1, 16, 2, 5, 4)),
+    "wan21": (make_wan21, make_sharded_wan21, (1, 16, 2, 5, 4)),
+    "wan22": (make_wan22, partial(make_wan22, cls=DistributedAutoencoderKLWan), (1, 48, 2, 5, 4)),
 }
 
 
@@ -32,14 +43,14 @@ def latent(shape: tuple[int, ...]) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_parameters_and_direct_results_stay(family: str) -> None:
-    make, shape = FAMILIES[family]
-    vae, z = make(), latent(shape)
+    make, adapter, shape = FAMILIES[family]
+    vae, z = adapter(), latent(shape)
     parameters = dict(vae.named_parameters())
     state = {name: value.clone() for name, value in vae.state_dict().items()}
     classes = [type(module) for module in vae.modules()]
     with torch.no_grad():
-        picture = vae.decode(z).sample
-        moments = vae.encode(picture).latent_dist.parameters
+        picture = make().decode(z).sample
+        moments = make().encode(picture).latent_dist.parameters
     prepare_shards(vae)
     prepare_shards(vae)
     assert {name: id(value) for name, value in vae.named_parameters()} == {n: id(v) for n, v in parameters.items()}
@@ -54,7 +65,7 @@ def test_names_parameters_and_direct_results_stay(family: str) -> None:
 
 
 def test_wan_layers_are_the_named_ones() -> None:
-    vae = make_wan21()
+    vae = make_sharded_wan21()
     before = sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
     prepare_shards(vae)
     kinds = [type(module) for module in vae.modules()]
@@ -66,12 +77,13 @@ def test_wan_layers_are_the_named_ones() -> None:
 
 
 def test_a_reference_to_a_weight_held_elsewhere_stays_live() -> None:
-    vae, z = make_kl(), latent((1, 4, 4, 4))
+    plain, vae, z = make_kl(), make_sharded_kl(), latent((1, 4, 4, 4))
     weight = vae.decoder.conv_in.weight  # as an adapter holds it
     before = next(shard_decode_chunks(vae, z, SoloGroup(), "height"))
     with torch.no_grad():
         weight.mul_(2)
-        expected = vae.decode(z).sample
+        plain.decoder.conv_in.weight.mul_(2)
+        expected = plain.decode(z).sample
     after = next(shard_decode_chunks(vae, z, SoloGroup(), "height"))
     assert before is not None
     assert after is not None
@@ -94,11 +106,12 @@ class LowRank(nn.Module):
 
 
 def test_low_rank_adapters_are_sharded_with_their_layer() -> None:
-    vae, z = make_kl(), latent((1, 4, 6, 4))
+    plain, vae, z = make_kl(), make_sharded_kl(), latent((1, 4, 6, 4))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        vae.decoder.conv_in = LowRank(vae.decoder.conv_in)
-        expected = vae.decode(z).sample.detach()
+        plain.decoder.conv_in = LowRank(plain.decoder.conv_in)
+    vae.decoder.conv_in = copy.deepcopy(plain.decoder.conv_in)
+    expected = plain.decode(z).sample.detach()
     chunk = next(shard_decode_chunks(vae, z, SoloGroup(), "height"))
     assert chunk is not None
     torch.testing.assert_close(chunk, expected, atol=1e-5, rtol=0)
@@ -106,10 +119,10 @@ def test_low_rank_adapters_are_sharded_with_their_layer() -> None:
 
 @pytest.mark.parametrize("family", ["kl", "qwenimage"])
 def test_compiled_parts_keep_the_direct_path_and_step_aside_for_a_shard(family: str) -> None:
-    make, shape = FAMILIES[family]
-    vae, z = make(), latent((*shape[:2], *([1] if len(shape) == 5 else []), 4, 4))
+    make, adapter, shape = FAMILIES[family]
+    vae, z = adapter(), latent((*shape[:2], *([1] if len(shape) == 5 else []), 4, 4))
     with torch.no_grad():
-        picture = vae.decode(z).sample
+        picture = make().decode(z).sample
         prepare_shards(vae)
         plain = vae.decoder
         compiled = torch.compile(plain, backend="eager", fullgraph=True)

@@ -75,6 +75,13 @@ def test_numbers_inside_names_sort_by_value() -> None:
     assert sorted(names, key=natural_key) == ["2", "10", "a1b3.png", "a1b20.png", "a9.png", "a10.png", "b.png"]
 
 
+@pytest.mark.parametrize("name", ["frame_", "Frames-", "frame.", ""])
+def test_a_sequence_whose_name_says_nothing_is_called_after_its_folder(tmp_path: Path, name: str) -> None:
+    touch(tmp_path / "walk", *(f"{name}{i:04d}.png" for i in range(3)))
+    (item,) = find_media([str(tmp_path / "walk" / f"{name}####.png")])
+    assert (item.kind, item.stem, len(item.files)) == ("sequence", "walk", 3)
+
+
 @pytest.mark.parametrize("pattern", ["shot.%04d.png", "shot.####.png", "shot.#.png"])
 def test_a_pattern_is_a_sequence(tmp_path: Path, pattern: str) -> None:
     touch(tmp_path, *(f"shot.{i:04d}.png" for i in range(8, 13)), "other.0001.png", "shot.0001.jpg", "shot.x.png")

@@ -22,11 +22,14 @@ from vaepar.errors import DeviceMemoryError, InputError, PeerFailedError, RankLo
 from vaepar.parallel.agreement import StageFailedError, agreed
 from vaepar.parallel.executor import DistributedOperator, DistributedVaeExecutor, GridSpec, TileTask, assign
 from vaepar.parallel.group import Message, RankGroup
+from vaepar.parallel.halo import gather_parts
 from vaepar.parallel.loopback import run_loopback
+from vaepar.parallel.shards import split_rows
 
 STAGES = ("split", "exec", "merge", "write")
-# Far below any timeout of the backends (the ranks' own is two days), far above what a loaded machine needs.
-AT_ONCE = 20.0
+# What takes longer hangs: below any timeout of the backends (60 seconds for the store, two days for a transfer), far
+# above the milliseconds that it takes, so that a loaded machine fails no test.
+HANG_SECONDS = 45.0
 
 
 def failing_operator(group: RankGroup, stage: str, rank: int, error: Exception) -> DistributedOperator:
@@ -86,7 +89,7 @@ def assert_all_failed(results: list[Any], rank: int, kind: str) -> None:
         assert words in text
         assert r == rank or f"rank {rank}" in text
         assert "\n" not in text
-        assert seconds < AT_ONCE
+        assert seconds < HANG_SECONDS
         assert fine_after
 
 
@@ -103,7 +106,7 @@ def all_cases(group: RankGroup) -> list[Any]:
     cases = [(stage, rank, kind) for stage, rank in CASES if rank < 2 for kind in ("oom", "error", "ours")]
     files = len(list(Path("/proc/self/fd").iterdir()))
     results = [(case, scenario(group, *case)) for case in cases]
-    end = time.monotonic() + AT_ONCE  # threads of the backend close the sockets of a plane that is thrown away
+    end = time.monotonic() + HANG_SECONDS  # threads of the backend close the sockets of a plane that is thrown away
     while (grown := len(list(Path("/proc/self/fd").iterdir())) - files) >= len(cases) and time.monotonic() < end:
         gc.collect()
         time.sleep(0.1)
@@ -131,6 +134,9 @@ def test_memory_and_another_error_at_once_is_the_other_error() -> None:
         assert text == "StageFailedError: rank 1: decode failed: ValueError: boom"
 
 
+WAITS = ("recv", "exchange", "broadcast", "gather")
+
+
 def test_waiting_in_every_operation_ends_when_a_peer_fails() -> None:
     def wait(group: RankGroup, how: str) -> None:
         buffer = torch.zeros(3)
@@ -138,16 +144,14 @@ def test_waiting_in_every_operation_ends_when_a_peer_fails() -> None:
             group.irecv(buffer, 2).wait()
         elif how == "exchange":
             group.exchange([Message(buffer, 2)], [Message(buffer, 2)]).wait()
-        elif how == "sum":
-            group.all_reduce(buffer)
         elif how == "broadcast":
             group.broadcast(buffer, 2)
         elif how == "gather":
-            group.all_gather(buffer, [(3,)] * 3)
+            gather_parts(group, split_rows(3, 3), buffer, [(3,)] * 3)
 
     def work(group: RankGroup) -> list[str]:
         seen = []
-        for how in ("recv", "exchange", "sum", "broadcast", "gather"):
+        for how in WAITS:
             try:
                 with agreed(group, how):
                     if group.rank == 2:
@@ -158,28 +162,25 @@ def test_waiting_in_every_operation_ends_when_a_peer_fails() -> None:
         return seen
 
     for seen in run_loopback(3, work):
-        assert seen == [
-            f"rank 2: {how} failed: ValueError: boom" for how in ("recv", "exchange", "sum", "broadcast", "gather")
-        ]
+        assert seen == [f"rank 2: {how} failed: ValueError: boom" for how in WAITS]
 
 
 def dying(group: RankGroup) -> str:
+    group.gather_values(0)  # all are here: what is waited for afterwards is not the start of an interpreter
+    started = time.monotonic()
     try:
         with agreed(group, "decode"):
             if group.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             group.irecv(torch.zeros(4), 1).wait()
     except RankLostError:
-        return "lost"
+        return "lost" if time.monotonic() - started < HANG_SECONDS else "lost after a timeout"
     return "nothing noticed"
 
 
 @pytest.mark.processes
 def test_a_killed_rank_is_noticed_at_once(tmp_path: Path) -> None:
-    started = time.monotonic()
-    results = run_processes(3, dying, tmp_path)
-    assert results == ["lost", None, "lost"]
-    assert time.monotonic() - started < 60  # mostly the start of three interpreters
+    assert run_processes(3, dying, tmp_path) == ["lost", None, "lost"]
 
 
 def test_ranks_with_different_latents_are_stopped() -> None:

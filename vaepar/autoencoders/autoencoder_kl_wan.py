@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
-import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
-from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
 from vaepar.autoencoders.capability import AUTO_RULE, VaeCapability
 from vaepar.autoencoders.causal import CausalTileMixin
-from vaepar.autoencoders.feed import FrameFeed, MappedFeed
-from vaepar.autoencoders.mixin import take_pretrained
 from vaepar.autoencoders.selection import Selection
 from vaepar.config import VaeParallelMode
 
 logger = logging.getLogger(__name__)
 
 
-class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
+class DistributedAutoencoderKLWan(CausalTileMixin, AutoencoderKLWan):
     """AutoencoderKLWan whose decode is shared among ranks.
 
     Latents [B, C, T, H, W]; pixels [B, 3, 1 + 4(T-1), ratio*H, ratio*W] in [-1, 1].
@@ -38,11 +33,6 @@ class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
     )
     first_frame_arguments = {"first_chunk": True}  # noqa: RUF012  # read only
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As diffusers' ``from_pretrained``; the model joins ``group=``, or the default group of ranks."""
-        return take_pretrained(super().from_pretrained, *args, **kwargs)
-
     def on_refused(self, selection: Selection) -> None:
         """A forced shard that cannot be had falls back to tile, with a warning on the first rank."""
         if self.distributed_executor.is_owner:
@@ -53,6 +43,11 @@ class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
         return int(self.config.patch_size or 1)
 
     @property
+    def pixel_multiple(self) -> int:
+        """Wan 2.2's residual shortcuts fold rows two by two at every halving and can leave none over."""
+        return self.shard_ratio if self.config.is_residual else self.patch_size
+
+    @property
     def decoder_channels(self) -> int:
         return int(self.config.out_channels)
 
@@ -60,30 +55,9 @@ class DistributedAutoencoderKLWan(AutoencoderKLWan, CausalTileMixin):
         pixels: Tensor = unpatchify(decoded, patch_size=self.patch_size)
         return pixels
 
-    def patchified(self, feed: FrameFeed) -> FrameFeed:
-        patch = self.patch_size
-        if patch == 1:
-            return feed
-        height, width = feed.shape[-2:]
-        return MappedFeed(
-            feed, lambda x: patchify(x, patch), feed.shape[1] * patch * patch, height // patch, width // patch
-        )
+    def patchify(self, pixels: Tensor) -> Tensor:
+        folded: Tensor = patchify(pixels, patch_size=self.patch_size)
+        return folded
 
     def finish_tiles(self, merged: Tensor) -> Tensor:
-        return torch.clamp(self.unpatchify(merged), min=-1.0, max=1.0)
-
-    def tiled_decode(self, z: Tensor, return_dict: bool = True) -> DecoderOutput | tuple[Tensor]:
-        """Decode [B, C, T, H, W] in tiles: over the ranks when distributed, else as diffusers does."""
-        if not self.is_distributed_enabled():
-            return super().tiled_decode(z, return_dict=return_dict)
-        return self.tiled_decode_distributed(z, return_dict)
-
-    def _encode(self, x: Tensor) -> Tensor:
-        return self.encode_moments(x, super()._encode)
-
-    def tiled_encode(self, x: Tensor) -> Tensor:
-        """Encode (patchified) pixels [B, C, T, H, W] in tiles, over the ranks when distributed: the moments."""
-        if not self.is_distributed_enabled():
-            moments: Tensor = super().tiled_encode(x)
-            return moments
-        return self.tiled_encode_distributed(x)
+        return self.finish_untiled(merged)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vaepar.autoencoders.feed import FrameFeed, TensorFeed, TilePieces, shape_of
+from vaepar.autoencoders.family import ShardStep
+from vaepar.autoencoders.feed import FrameFeed, MappedFeed, TensorFeed, TilePieces, shape_of
 from vaepar.autoencoders.mixin import DistributedVaeMixin, check_pixels, require_rank
 from vaepar.autoencoders.tiling import TilePlan
 from vaepar.errors import UsageError
 from vaepar.parallel.executor import DistributedOperator, GridSpec, TileTask
+
+_CHUNK = 4  # pixel frames that the models encode at a time after the first, whatever their temporal ratio
 
 
 class CausalTileMixin(DistributedVaeMixin):
@@ -23,8 +26,6 @@ class CausalTileMixin(DistributedVaeMixin):
     """
 
     config: Any
-    encoder: nn.Module
-    decoder: nn.Module
     quant_conv: nn.Module
     post_quant_conv: nn.Module
     spatial_compression_ratio: int
@@ -43,9 +44,8 @@ class CausalTileMixin(DistributedVaeMixin):
         return int(self.spatial_compression_ratio)
 
     @property
-    def patch_size(self) -> int:
-        """Pixels per side that the decoder folds into channels; 1 when it does not."""
-        return 1
+    def doublings(self) -> int:
+        return len(self.config.dim_mult) - 1
 
     @property
     def decoder_channels(self) -> int:
@@ -84,7 +84,7 @@ class CausalTileMixin(DistributedVaeMixin):
         frames = z.shape[2]
         if frames < 1:
             raise UsageError("a latent of zero frames cannot be decoded")
-        counts = [1 if k == 0 else self.temporal_ratio for k in range(frames)]
+        counts = [self._pixel_frames(k, k + 1) for k in range(frames)]
         tasks: list[TileTask] = []
         for coord, rows, columns in plan.tiles():
             size = plan.output_size(rows, columns)
@@ -99,14 +99,16 @@ class CausalTileMixin(DistributedVaeMixin):
             )
         return tasks, GridSpec(split_dims=(3, 4), grid_shape=plan.grid, tile_spec={"plan": plan}, steps=frames)
 
-    def tile_steps(self, task: TileTask) -> Iterator[Tensor]:
-        pieces = [task.tensor] if isinstance(task.tensor, Tensor) else task.tensor
+    def decode_pieces(self, pieces: Iterable[Tensor]) -> Generator[Tensor]:
         return self._walk(self.post_quant_conv(piece) for piece in pieces)
 
     def decode_direct(self, z: Tensor) -> Iterator[Tensor]:
         x = self.post_quant_conv(z)
         for chunk in self._walk(x[:, :, k : k + 1] for k in range(z.shape[2])):
-            yield torch.clamp(self.unpatchify(chunk), min=-1.0, max=1.0)
+            yield self.finish_untiled(chunk)
+
+    def finish_untiled(self, decoded: Tensor) -> Tensor:
+        return torch.clamp(self.unpatchify(decoded), min=-1.0, max=1.0)
 
     def unpatchify(self, decoded: Tensor) -> Tensor:
         """Unfold patches from channels to pixels, where the family has them."""
@@ -129,16 +131,41 @@ class CausalTileMixin(DistributedVaeMixin):
         require_rank(x, 5, self.capability.base_class)
         return self._split_feed(TensorFeed(x))
 
-    def encode_tile_steps(self, task: TileTask) -> Iterator[Tensor]:
-        pieces = [task.tensor] if isinstance(task.tensor, Tensor) else task.tensor
+    def encode_pieces(self, pieces: Iterable[Tensor]) -> Generator[Tensor]:
         cache: list[Any] = [None] * self._cached_conv_counts["encoder"]
-        for piece in pieces:
-            yield self.quant_conv(self.encoder(piece, feat_cache=cache, feat_idx=[0]))
+        try:
+            for piece in pieces:
+                yield self.quant_conv(self.encoder(piece, feat_cache=cache, feat_idx=[0]))
+        finally:
+            cache.clear()  # the traceback of a failure keeps this frame
+
+    def shard_decode_steps(self, shape: Sequence[int], frames_per_step: int) -> list[ShardStep]:
+        batch, _, frames, height, width = shape
+        channels, ratio = self.decoder_channels // self.patch_size**2, self.shard_ratio
+        return [
+            ShardStep(start, stop, (batch, channels, self._pixel_frames(start, stop), height * ratio, width * ratio))
+            for start, stop in _latent_steps(frames, frames_per_step)
+        ]
+
+    def shard_encode_steps(self, shape: Sequence[int], frames_per_step: int) -> list[ShardStep]:
+        batch, _, frames, height, width = shape
+        channels, ratio = 2 * int(self.config.z_dim), self.shard_ratio
+        return [
+            ShardStep(start, stop, (batch, channels, _latent_frames(stop - start), height // ratio, width // ratio))
+            for start, stop in self._encode_bounds(frames, frames_per_step)
+        ]
+
+    def tiled_encode(self, x: Tensor) -> Tensor:
+        """Encode (patchified) pixels [B, C, T, H, W] in tiles, over the ranks when distributed: the moments."""
+        if self.is_distributed_enabled():
+            return self._tiled_encode_distributed(x)
+        plain: Any = super()
+        moments: Tensor = plain.tiled_encode(x)
+        return moments
 
     def encode_direct(self, feed: FrameFeed) -> Iterator[Tensor]:
         feed = self.patchified(feed)
-        whole = TilePieces(feed, self._encode_bounds(feed.shape[2]), slice(None), slice(None))
-        return self.encode_tile_steps(TileTask(tile_id=0, grid_coord=(0, 0), tensor=whole))
+        return self.encode_pieces(TilePieces(feed, self._encode_bounds(feed.shape[2]), slice(None), slice(None)))
 
     def encode_operator(self, feed: FrameFeed) -> tuple[Tensor, DistributedOperator]:
         feed = self.patchified(feed)
@@ -146,7 +173,11 @@ class CausalTileMixin(DistributedVaeMixin):
 
     def patchified(self, feed: FrameFeed) -> FrameFeed:
         """The feed as the encoder takes it."""
-        return feed
+        patch = self.patch_size
+        if patch == 1:
+            return feed
+        height, width = feed.shape[-2:]
+        return MappedFeed(feed, self.patchify, feed.shape[1] * patch * patch, height // patch, width // patch)
 
     def _split_feed(self, feed: FrameFeed) -> tuple[list[TileTask], GridSpec]:
         batch, _, frames, height, width = feed.shape
@@ -166,15 +197,19 @@ class CausalTileMixin(DistributedVaeMixin):
             )
         return tasks, GridSpec(split_dims=(3, 4), grid_shape=plan.grid, tile_spec={"plan": plan}, steps=len(bounds))
 
-    def _encode_bounds(self, frames: int) -> list[tuple[int, int]]:
-        """First and last (exclusive) frame of each step: the first frame alone, then four by four.
+    def _encode_bounds(self, frames: int, frames_per_step: int = 1) -> list[tuple[int, int]]:
+        """First and last (exclusive) pixel frame of each step: the first frame alone, then four for a latent frame.
 
-        Four is the models' chunk whatever their temporal ratio; frames that fill no chunk are left out, as in
-        diffusers.
+        Frames that fill no chunk of four are left out, as in diffusers.
         """
         if frames < 1:
             raise UsageError("a film of zero frames cannot be encoded")
-        return [(0, 1), *((4 * k - 3, 4 * k + 1) for k in range(1, 1 + (frames - 1) // 4))]
+        steps = _latent_steps(_latent_frames(frames), frames_per_step)
+        return [(0, 1) if start == 0 else (_CHUNK * (start - 1) + 1, _CHUNK * (stop - 1) + 1) for start, stop in steps]
+
+    def _pixel_frames(self, start: int, stop: int) -> int:
+        """Pixel frames that the decoder makes of latent frames ``start`` to ``stop - 1``, a step of its own."""
+        return 1 if start == 0 else self.temporal_ratio * (stop - start)
 
     def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
         check_pixels(tile_size, tile_stride, self.spatial_compression_ratio)
@@ -182,9 +217,23 @@ class CausalTileMixin(DistributedVaeMixin):
         self.tile_sample_min_height = self.tile_sample_min_width = tile_size
         self.tile_sample_stride_height = self.tile_sample_stride_width = tile_stride
 
-    def _walk(self, frames: Iterator[Tensor]) -> Iterator[Tensor]:
+    def _walk(self, frames: Iterable[Tensor]) -> Generator[Tensor]:
         """Run the decoder over latent frames in time order, with a temporal cache of this walk's own."""
         cache: list[Any] = [None] * self._cached_conv_counts["decoder"]
-        for k, frame in enumerate(frames):
-            extra = self.first_frame_arguments if k == 0 else {}
-            yield self.decoder(frame, feat_cache=cache, feat_idx=[0], **extra)
+        try:
+            for k, frame in enumerate(frames):
+                extra = self.first_frame_arguments if k == 0 else {}
+                yield self.decoder(frame, feat_cache=cache, feat_idx=[0], **extra)
+        finally:
+            cache.clear()  # the traceback of a failure keeps this frame
+
+
+def _latent_steps(frames: int, frames_per_step: int) -> list[tuple[int, int]]:
+    """The latent frames of each step: the first alone, because the models treat it apart, then as many as asked."""
+    later = range(1, frames, frames_per_step)
+    return [(0, 1), *((start, min(start + frames_per_step, frames)) for start in later)]
+
+
+def _latent_frames(frames: int) -> int:
+    """Latent frames of so many pixel frames."""
+    return 1 + (frames - 1) // _CHUNK

@@ -49,6 +49,11 @@ class TensorFeed:
     def device(self) -> torch.device:
         return self._x.device
 
+    @property
+    def whole(self) -> Tensor:
+        """All frames at once."""
+        return self._x
+
     def frames(self, start: int, stop: int) -> Tensor:
         return self._x[:, :, start:stop]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
+from torch import Tensor
 
+from vaepar.autoencoders.family import ShardStep
 from vaepar.autoencoders.feed import FrameFeed
 from vaepar.autoencoders.mixin import DistributedVaeMixin, check_pixels, require_rank
 from vaepar.autoencoders.tiling import TilePlan
@@ -19,10 +22,6 @@ class ImageTileMixin(DistributedVaeMixin):
     """What AutoencoderKL and AutoencoderKLFlux2 share: latents [B, C, H, W], pixels [B, 3, 8H, 8W] in [-1, 1]."""
 
     config: Any
-    encoder: nn.Module
-    decoder: nn.Module
-    quant_conv: nn.Module | None
-    post_quant_conv: nn.Module | None
     tile_latent_min_size: int
     tile_sample_min_size: int
     tile_overlap_factor: float
@@ -30,7 +29,11 @@ class ImageTileMixin(DistributedVaeMixin):
     @property
     def pixels_per_latent(self) -> int:
         """Pixels per latent along each axis."""
-        return int(2 ** (len(self.config.block_out_channels) - 1))
+        return self.shard_ratio
+
+    @property
+    def doublings(self) -> int:
+        return len(self.config.block_out_channels) - 1
 
     def tile_plan(self, z: Tensor) -> TilePlan:
         require_rank(z, 4, self.capability.base_class)
@@ -59,11 +62,9 @@ class ImageTileMixin(DistributedVaeMixin):
             )
         return tasks, GridSpec(split_dims=(2, 3), grid_shape=plan.grid, tile_spec={"plan": plan})
 
-    def tile_steps(self, task: TileTask) -> Iterator[Tensor]:
-        tile = task.tensor
-        if self.post_quant_conv is not None:
-            tile = self.post_quant_conv(tile)
-        yield self.decoder(tile)
+    def decode_pieces(self, pieces: Iterable[Tensor]) -> Generator[Tensor]:
+        for piece in pieces:
+            yield self.decoder(piece if self.post_quant_conv is None else self.post_quant_conv(piece))
 
     def decode_direct(self, z: Tensor) -> Iterator[Tensor]:
         yield self._decode(z).sample  # type: ignore[attr-defined]
@@ -95,15 +96,41 @@ class ImageTileMixin(DistributedVaeMixin):
             )
         return tasks, GridSpec(split_dims=(2, 3), grid_shape=plan.grid, tile_spec={"plan": plan})
 
-    def encode_tile_steps(self, task: TileTask) -> Iterator[Tensor]:
-        tile = self.encoder(task.tensor)
-        yield tile if self.quant_conv is None else self.quant_conv(tile)
+    def encode_pieces(self, pieces: Iterable[Tensor]) -> Generator[Tensor]:
+        for piece in pieces:
+            moments = self.encoder(piece)
+            yield moments if self.quant_conv is None else self.quant_conv(moments)
+
+    def shard_decode_steps(self, shape: Sequence[int], frames_per_step: int) -> list[ShardStep]:
+        """A picture is one step: pixels [B, 3, H, W]."""
+        batch, _, height, width = shape
+        channels, ratio = int(self.config.out_channels) // self.patch_size**2, self.shard_ratio
+        return [ShardStep(0, 1, (batch, channels, height * ratio, width * ratio))]
+
+    def shard_encode_steps(self, shape: Sequence[int], frames_per_step: int) -> list[ShardStep]:
+        """A picture is one step: moments [B, 2C, h, w]."""
+        batch, _, height, width = shape
+        channels, ratio = 2 * int(self.config.latent_channels), self.shard_ratio
+        return [ShardStep(0, 1, (batch, channels, height // ratio, width // ratio))]
 
     def shard_pixels(self, feed: FrameFeed) -> Tensor:
         return feed.frames(0, 1)[:, :, 0]
 
     def encode_direct(self, feed: FrameFeed) -> Iterator[Tensor]:
-        yield self._encode(self.shard_pixels(feed))  # type: ignore[attr-defined]
+        yield self._encode(self.shard_pixels(feed))
+
+    def _tiled_encode(self, x: Tensor) -> Tensor:
+        """Encode pixels [B, 3, H, W] that do not fit one tile, over the ranks when distributed: the moments."""
+        if self.is_distributed_enabled():
+            return self._tiled_encode_distributed(x)
+        plain: Any = super()
+        moments: Tensor = plain._tiled_encode(x)
+        return moments
+
+    def tiled_encode(self, x: Tensor, return_dict: bool = True) -> AutoencoderKLOutput | tuple[Any]:
+        """The same as a posterior; diffusers' own would go its own way past the tiles that ranks share."""
+        posterior = DiagonalGaussianDistribution(self._tiled_encode(x))
+        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def encode_operator(self, feed: FrameFeed) -> tuple[Tensor, DistributedOperator]:
         return self.shard_pixels(feed), self._encode_operator(self.encode_tile_split)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
-from torch import Tensor, nn
+from torch import Tensor
 
 from vaepar.autoencoders.capability import VaeCapability
+from vaepar.autoencoders.family import ShardFamily
 from vaepar.autoencoders.feed import FrameFeed
 from vaepar.autoencoders.naming import SavedAsDiffusers
 from vaepar.autoencoders.selection import DIRECT, Selection, select
@@ -35,12 +36,12 @@ from vaepar.parallel.torch_group import default_group
 logger = logging.getLogger(__name__)
 
 
-class DistributedVaeMixin(SavedAsDiffusers):
+class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
     """Makes a diffusers VAE decode over the ranks of a group.
 
-    A family subclasses its diffusers class and this mixin and brings ``capability``, ``tile_plan``, ``needs_tiling``,
-    ``tile_split`` and ``tile_steps``; the rest is here. With a parallel size of 1 every method of the diffusers class
-    does what it always did.
+    A family's class has this mixin (by way of :class:`ImageTileMixin` or :class:`CausalTileMixin`) before its diffusers
+    class, so that the methods here come first and hand over to diffusers' own where nothing is shared: with a parallel
+    size of 1 every method does what it always did.
     """
 
     capability: ClassVar[VaeCapability]
@@ -62,6 +63,15 @@ class DistributedVaeMixin(SavedAsDiffusers):
             lacking = [name for name in dir(cls) if getattr(getattr(cls, name), "__isabstractmethod__", False)]
             if lacking:
                 raise TypeError(f"{cls.__name__} declares a capability and lacks {', '.join(lacking)}")
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, group: RankGroup | None = None, **kwargs: Any) -> Any:
+        """As diffusers' ``from_pretrained``; the model joins ``group``, or the default group of ranks."""
+        plain: Any = super()
+        loaded = plain.from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info
+        model.init_distributed(group)
+        return loaded
 
     def init_distributed(self, group: RankGroup | None = None) -> None:
         """Join a group of ranks; until :meth:`set_parallel_size` is called all of them compute.
@@ -126,7 +136,7 @@ class DistributedVaeMixin(SavedAsDiffusers):
             agree_on(group, "devices", f"a request on {device.type}")
         self._executor = DistributedVaeExecutor(default_group(device), self.distributed_executor.parallel_size)
 
-    # What a family brings.
+    # What a family brings, beside what :class:`ShardFamily` asks for.
 
     @abstractmethod
     def tile_plan(self, z: Tensor) -> TilePlan:
@@ -146,10 +156,6 @@ class DistributedVaeMixin(SavedAsDiffusers):
         """Cut a latent into tile tasks, the same on every rank."""
 
     @abstractmethod
-    def tile_steps(self, task: TileTask) -> Iterator[Tensor]:
-        """Decode one tile, piece by piece in time order. Keeps its temporal cache to itself."""
-
-    @abstractmethod
     def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
         """Turn tiling on with square tiles, in pixels. Raises :class:`UsageError` when they do not fit the ratio."""
 
@@ -164,10 +170,6 @@ class DistributedVaeMixin(SavedAsDiffusers):
     @abstractmethod
     def encode_tile_split(self, x: Tensor) -> tuple[list[TileTask], GridSpec]:
         """Cut pixels into tile tasks, the same on every rank."""
-
-    @abstractmethod
-    def encode_tile_steps(self, task: TileTask) -> Iterator[Tensor]:
-        """Encode one tile, piece by piece in time order: moments (mean and log variance)."""
 
     @abstractmethod
     def encode_direct(self, feed: FrameFeed) -> Iterator[Tensor]:
@@ -186,6 +188,14 @@ class DistributedVaeMixin(SavedAsDiffusers):
         return merged
 
     # What follows from it.
+
+    def tile_steps(self, task: TileTask) -> Iterator[Tensor]:
+        """Decode one tile, piece by piece in time order."""
+        return self.decode_pieces(_pieces(task))
+
+    def encode_tile_steps(self, task: TileTask) -> Iterator[Tensor]:
+        """Encode one tile, piece by piece in time order: moments (mean and log variance)."""
+        return self.encode_pieces(_pieces(task))
 
     def tile_exec(self, task: TileTask) -> Tensor:
         """Decode one tile, all of it at once."""
@@ -261,7 +271,7 @@ class DistributedVaeMixin(SavedAsDiffusers):
             with agreed(executor.group, selection.mode):
                 agree_on(executor.group, "latents", f"{tuple(z.shape)} {z.dtype}")
                 yield from shard_decode_chunks(
-                    self._as_module(), z, executor.group, selection.axis, frames_per_step=self.frames_per_step
+                    self, z, executor.group, selection.axis, frames_per_step=self.frames_per_step
                 )
         elif selection.mode == DIRECT:
             with agreed(executor.group, "decode"):
@@ -270,8 +280,20 @@ class DistributedVaeMixin(SavedAsDiffusers):
         else:
             yield from executor.stream(z, self.tile_operator())
 
-    def tiled_decode_distributed(self, z: Tensor, return_dict: bool) -> DecoderOutput | tuple[Tensor]:
-        """The body of a family's ``tiled_decode`` when :meth:`is_distributed_enabled`."""
+    def tiled_decode(self, z: Tensor, return_dict: bool = True) -> DecoderOutput | tuple[Tensor]:
+        """Decode what does not fit one tile: over the ranks when distributed, else as diffusers does.
+
+        Args:
+            z: [B, C, H, W] for image families, [B, C, T, H, W] for video families, not normalised.
+            return_dict: a ``DecoderOutput`` with ``sample``, else a tuple of it.
+
+        Returns:
+            Pixels [B, 3, rH, rW] or [B, 3, t, rH, rW], nominally in [-1, 1], in the dtype of ``z``.
+        """
+        if not self.is_distributed_enabled():
+            plain: Any = super()
+            serial: DecoderOutput | tuple[Tensor] = plain.tiled_decode(z, return_dict=return_dict)
+            return serial
         self._follow(z)
         with torch.no_grad():
             result = self.distributed_executor.collect(z, lambda: self.decode_chunks(z), self.broadcast_result)
@@ -307,16 +329,18 @@ class DistributedVaeMixin(SavedAsDiffusers):
         else:
             yield from executor.stream(*self.encode_operator(feed))
 
-    def encode_moments(self, x: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
-        """The body of a family's ``_encode``: a shard where one is selected, else ``plain``, diffusers' own."""
-        if not self.is_distributed_enabled():
-            return plain(x)
-        self._follow(x)
-        selection = self.select_encode_mode(x.shape)
-        if selection.refused is not None:
-            self.on_refused(selection)
-        if selection.axis is None:
-            return plain(x)
+    def _encode(self, x: Tensor) -> Tensor:
+        """Pixels to moments, on every rank: a shard where one is selected, else what diffusers' own does."""
+        plain: Any = super()
+        selection = None
+        if self.is_distributed_enabled():
+            self._follow(x)
+            selection = self.select_encode_mode(x.shape)
+            if selection.refused is not None:
+                self.on_refused(selection)
+        if selection is None or selection.axis is None:
+            direct_or_tiled: Tensor = plain._encode(x)
+            return direct_or_tiled
         with torch.no_grad(), agreed(self.distributed_executor.group, selection.mode):
             moments = self._shard_encode(x, selection, owner=None)
         return x.new_empty(0) if moments is None else moments
@@ -325,17 +349,18 @@ class DistributedVaeMixin(SavedAsDiffusers):
         group = self.distributed_executor.group
         agree_on(group, "pixels", f"{tuple(x.shape)} {x.dtype}")
         axis = selection.axis or "height"
-        return shard_encode(self._as_module(), x, group, axis, frames_per_step=self.frames_per_step, owner=owner)
+        return shard_encode(self, x, group, axis, frames_per_step=self.frames_per_step, owner=owner)
 
-    def tiled_encode_distributed(self, x: Tensor) -> Tensor:
-        """The body of a family's tiled encode when :meth:`is_distributed_enabled`: moments on every rank."""
+    def _tiled_encode_distributed(self, x: Tensor) -> Tensor:
+        """Tiled encode when :meth:`is_distributed_enabled`: moments on every rank."""
         self._follow(x)
         operator = self._encode_operator(self.encode_tile_split)
         with torch.no_grad():
             return self.distributed_executor.execute(x, operator, broadcast_result=True)
 
-    def _as_module(self) -> nn.Module:
-        return self  # type: ignore[return-value]  # every family is a module too
+
+def _pieces(task: TileTask) -> Sequence[Tensor]:
+    return [task.tensor] if isinstance(task.tensor, Tensor) else task.tensor
 
 
 def _merge_all(merge: BlendMerge, tiles: dict[GridCoord, Tensor]) -> Tensor:
@@ -361,11 +386,3 @@ def require_rank(z: Tensor, rank: int, family: str) -> None:
     if z.dim() != rank:
         layout = "[B, C, H, W]" if rank == 4 else "[B, C, T, H, W]"
         raise UsageError(f"a latent of shape {tuple(z.shape)} cannot be decoded by {family}; it takes {layout}")
-
-
-def take_pretrained(cls_load: Any, *args: Any, group: RankGroup | None = None, **kwargs: Any) -> Any:
-    """Call a diffusers ``from_pretrained`` and join ``group``, or the default group, with what it loads."""
-    loaded = cls_load(*args, **kwargs)
-    model = loaded[0] if isinstance(loaded, tuple) else loaded
-    model.init_distributed(group)
-    return loaded

@@ -28,6 +28,13 @@ class Selection:
     refused: str | None = None
 
 
+def axis_of(strategy: str) -> Axis | None:
+    """The axis that a strategy of :attr:`Selection.mode` shards; None where it shards none."""
+    if strategy == VaeParallelMode.SPATIAL_SHARD_HEIGHT:
+        return "height"
+    return "width" if strategy == VaeParallelMode.SPATIAL_SHARD_WIDTH else None
+
+
 def select(mode: VaeParallelMode, height: int, width: int, size: int, group_size: int) -> Selection:
     """The strategy for a request that diffusers would tile. Depends on the arguments alone.
 
@@ -40,7 +47,7 @@ def select(mode: VaeParallelMode, height: int, width: int, size: int, group_size
     tile = VaeParallelMode.TILE.value
     extents: dict[Axis, int] = {"height": height, "width": width}
     if mode is VaeParallelMode.TILE:
-        return Selection(mode=tile, reason="asked for")
+        return Selection(mode=tile, reason="asked for, or nothing else was")
     if size != group_size:
         why = f"a spatial shard needs all {group_size} ranks of the group, and {size} share a request"
         refused = None if mode is VaeParallelMode.AUTO else why

@@ -1,4 +1,4 @@
-"""``vaepar bench``: every way to decode a latent, side by side in one run, against one rank and stock diffusers.
+"""``vaepar bench``: every way to decode or encode, side by side in one run, against one rank and stock diffusers.
 
 Each pass is a stage that all ranks agree on: those that have nothing to do in it go straight to the meeting point and
 sleep there, so that a pass on few ranks has the machine to itself.
@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vaepar.autoencoders.selection import DIRECT, Selection, select
+from vaepar.autoencoders.feed import TensorFeed
+from vaepar.autoencoders.selection import DIRECT, Selection, axis_of, select
 from vaepar.config import VaeParallelMode
 from vaepar.errors import DeviceMemoryError, UsageError
 from vaepar.jobs.bench_meter import Meter, Reading, describe_machine, threads_set
@@ -23,6 +24,7 @@ from vaepar.jobs.bench_plan import STOCK_TILED, STOCK_UNTILED, Case, in_order, p
 from vaepar.jobs.bench_report import BenchReport, CaseResult, Sample, ShapeResult, probe, write_json
 from vaepar.jobs.bench_request import BenchRequest
 from vaepar.jobs.bench_statistics import difference, load_bound
+from vaepar.jobs.estimate import estimate_peak_bytes, pixel_shape
 from vaepar.launch import World
 from vaepar.parallel.agreement import agreed
 from vaepar.parallel.executor import assign
@@ -86,6 +88,7 @@ class _Bench:
         self._request, self._world, self._progress = request, group, progress
         self._cpu = group.device.type == "cpu"
         self._threads = request.threads or (1 if self._cpu else torch.get_num_threads())
+        self._encodes = request.operation == "encode"
         self._groups = rank_groups(group, request.ranks)
         self._meter = Meter(group.device)
         self._report = BenchReport(operation=request.operation)
@@ -111,12 +114,14 @@ class _Bench:
     def _plan(self, shape: tuple[int, ...]) -> list[Case]:
         """The cases of one latent, the same on every rank."""
         model, request = self._model.adapter, self._request
-        z = torch.empty(shape, device="meta")
+        encodes = request.operation == "encode"
+        pixels = pixel_shape(model, self._model.facts, shape)
+        tiled = model.needs_encode_tiling(pixels) if encodes else model.needs_tiling(torch.empty(shape, device="meta"))
 
         def choose(mode: VaeParallelMode, count: int) -> Selection:
-            model.capability.require_decode(mode)
-            if not model.needs_tiling(z):
-                return Selection(mode=DIRECT, reason="the latent fits one tile")
+            (model.capability.require_encode if encodes else model.capability.require_decode)(mode)
+            if not tiled:
+                return Selection(mode=DIRECT, reason="it fits one tile")
             return select(mode, shape[-2], shape[-1], count, count)
 
         totals = [1, *(count * self._threads for count in request.ranks)]
@@ -125,7 +130,7 @@ class _Bench:
 
     def _measure(self, result: ShapeResult) -> None:
         """Check and warm up every case, then measure them in alternating repeats."""
-        z = self._model.latent(result.shape)
+        z = self._model.pixels(result.shape) if self._encodes else self._model.latent(result.shape)
         untiled, tiled = (self._reference(name, z) for name in (STOCK_UNTILED, STOCK_TILED))
         for measured in result.cases:
             for count in range(self._request.warmup):
@@ -139,13 +144,14 @@ class _Bench:
                     measured.to_tiled = None if tiled is None else difference(picture, tiled)
                     del picture
             measured.notes.extend(self._explain(measured.case, z))
+            measured.estimated_bytes = self._estimate(measured.case, result.shape)
         for repeat in range(self._request.repeats):
             for measured in in_order(result.cases, repeat):
                 self._progress.step(f"repeat {repeat + 1} of {self._request.repeats}: {measured.case.label}")
                 if measured.failed is None and (sample := self._pass(measured, z, None, repeat)) is not None:
                     measured.samples.append(sample)
 
-    def _reference(self, name: str, z: Tensor) -> Tensor | None:
+    def _reference(self, name: str, z: Tensor | TensorFeed) -> Tensor | None:
         """Stock diffusers' picture on rank 0, with the threads that a rank has; None elsewhere and without memory."""
         self._progress.step(f"reference: {name}")
         kept: list[Tensor] = []
@@ -153,7 +159,9 @@ class _Bench:
         self._pass(CaseResult(case=case), z, kept)
         return kept[0] if kept else None
 
-    def _pass(self, measured: CaseResult, z: Tensor, kept: list[Tensor] | None, repeat: int = 0) -> Sample | None:
+    def _pass(
+        self, measured: CaseResult, z: Tensor | TensorFeed, kept: list[Tensor] | None, repeat: int = 0
+    ) -> Sample | None:
         """One pass on the ranks of a case, while the others sleep; None when a rank ran out of memory.
 
         Args:
@@ -170,7 +178,7 @@ class _Bench:
             with agreed(self._world, case.label):
                 if group is not None:
                     with threads_set(case.threads), self._meter.timed(reading):
-                        self._decode(case, group, z, kept)
+                        self._work(case, group, z, kept)
         except DeviceMemoryError as error:
             measured.failed = str(error)
             if not self._cpu:
@@ -179,21 +187,47 @@ class _Bench:
         reading.cpu_nanoseconds = time.process_time_ns() - cpu
         return self._gather(repeat, reading, group)
 
-    def _decode(self, case: Case, group: RankGroup, z: Tensor, kept: list[Tensor] | None) -> None:
+    def _work(self, case: Case, group: RankGroup, z: Tensor | TensorFeed, kept: list[Tensor] | None) -> None:
         with torch.no_grad():
             if case.is_stock:
                 self._stock.use_tiling = case.name == STOCK_TILED
-                picture = self._stock.decode(z).sample
+                whole = self._stock_result(z)
                 if kept is not None:
-                    kept.append(picture)
+                    kept.append(whole)
                 return
             model = self._model.adapter
             model.init_distributed(group)
             model.set_parallel_size(case.ranks, mode=case.mode)
-            with closing(model.decode_chunks(z)) as chunks:
+            with closing(model.decode_chunks(z) if isinstance(z, Tensor) else model.encode_chunks(z)) as chunks:
                 for chunk in chunks:
                     if kept is not None and chunk is not None:
                         kept.append(chunk)
+
+    def _stock_result(self, z: Tensor | TensorFeed) -> Tensor:
+        """The picture of a latent, or the moments of pixels, as plain diffusers makes them."""
+        if isinstance(z, Tensor):
+            picture: Tensor = self._stock.decode(z).sample
+            return picture
+        x = self._model.adapter.shard_pixels(z)
+        moments: Tensor = self._stock.encode(x if isinstance(x, Tensor) else x.whole).latent_dist.parameters
+        return moments
+
+    def _estimate(self, case: Case, shape: tuple[int, ...]) -> int | None:
+        """What the plan of a run would expect the pass to take beyond the weights; None for stock diffusers."""
+        if case.is_stock:
+            return None
+        return estimate_peak_bytes(
+            self._model.facts,
+            shape,
+            self._model.dtype,
+            Selection(mode=case.strategy, axis=axis_of(case.strategy), reason=case.reason),
+            case.ranks,
+            operation=self._request.operation,
+            tiles=self._request.tiles(self._model.facts.spatial_ratio),
+            frames_per_step=self._model.adapter.frames_per_step,
+            device=self._world.device.type,
+            threads=case.threads,
+        ).activations
 
     def _gather(self, repeat: int, reading: Reading, group: RankGroup | None) -> Sample:
         """What all ranks have to say about the pass they just made."""
@@ -216,15 +250,17 @@ class _Bench:
             rounds=rounds,
         )
 
-    def _explain(self, case: Case, z: Tensor) -> list[str]:
+    def _explain(self, case: Case, z: Tensor | TensorFeed) -> list[str]:
         """Why a case cannot be faster than it is."""
         if case.is_stock or case.ranks == 1:
             return []
         if case.strategy == DIRECT:
-            return ["the latent fits one tile, so one rank decodes it; a smaller --tile-size shares it"]
+            return ["it fits one tile, so one rank does it; a smaller --tile-size shares it"]
         if case.strategy != VaeParallelMode.TILE:
             return []
-        tasks, _ = self._model.adapter.tile_split(z)
+        model = self._model.adapter
+        like, operator = (z, model.tile_operator()) if isinstance(z, Tensor) else model.encode_operator(z)
+        tasks, _ = operator.split(like)
         shares = assign([task.workload for task in tasks], case.ranks)
         bound = load_bound([sum(tasks[i].workload for i in share) for share in shares])
         return [f"{len(tasks)} tiles on {case.ranks} ranks: at most {bound:.2f} times as fast as one rank"]

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from vaepar.autoencoders import adapter_for
+from vaepar.autoencoders.feed import TensorFeed
 from vaepar.errors import UsageError
 from vaepar.jobs.bench_presets import Preset
 from vaepar.jobs.bench_request import BenchRequest, bind_shape
+from vaepar.jobs.estimate import pixel_shape
 from vaepar.jobs.models import ModelSource, load_model, locate_model, settle_dtype
 from vaepar.latents import VaeFacts
 from vaepar.parallel.group import RankGroup
@@ -67,6 +69,12 @@ class BenchModel:
         generator = torch.Generator().manual_seed(_SEED)
         return torch.randn(shape, generator=generator).to(device=self.adapter.device, dtype=self.dtype)
 
+    def pixels(self, shape: tuple[int, ...]) -> TensorFeed:
+        """Random pictures or a film in [-1, 1] that is encoded to a latent of this shape, the same on every rank."""
+        generator = torch.Generator().manual_seed(_SEED)
+        x = torch.rand(pixel_shape(self.adapter, self.facts, shape), generator=generator) * 2 - 1
+        return TensorFeed(x.to(device=self.adapter.device, dtype=self.dtype))
+
     def _shapes(self, request: BenchRequest, preset: Preset | None) -> tuple[tuple[int, ...], ...]:
         asked = request.shapes or ((preset.shape,) if preset else (_DEFAULT_SHAPE,))
         facts = self.facts
@@ -81,7 +89,7 @@ class BenchModel:
         if request.frames_per_step is not None:
             if not self.facts.takes_frames:
                 raise UsageError(
-                    f"--frames-per-step was given, but {self.facts.class_name} decodes pictures, which are a step"
+                    f"--frames-per-step was given, but {self.facts.class_name} takes pictures, which are a step"
                 )
             self.adapter.frames_per_step = request.frames_per_step
 

@@ -15,7 +15,7 @@ from vaepar.jobs.bench_plan import Case, alone_of, stock_of
 from vaepar.jobs.bench_statistics import Difference, Ratio, Summary, efficiency, imbalance, ratio, summarise
 from vaepar.media.atomic import commit_file, create_temp_file, discard, output_error
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,13 @@ class CaseResult:
 
     Args:
         to_untiled, to_tiled: how far its picture is from stock diffusers' untiled and serially tiled one.
+        estimated_bytes: what a plan would expect the peak to be; None for stock diffusers.
         failed: why there are no (more) measurements, in one line.
         notes: what explains the figures.
     """
 
     case: Case
+    estimated_bytes: int | None = None
     samples: list[Sample] = field(default_factory=list)
     to_untiled: Difference | None = None
     to_tiled: Difference | None = None
@@ -80,6 +82,7 @@ class Row:
             thread, and with as many threads as all ranks have together.
         peak_bytes: highest activation memory of a rank; ``peak_to_one_rank`` is its ratio to that of one rank that
             does the same work, ``peak_to_stock`` to that of stock diffusers with one thread.
+        estimated_bytes: what a plan would expect that peak to be.
         sent_bytes, messages: of all ranks in one pass; ``rounds``: of the rank that waited most often.
         imbalance: busy time of the busiest rank through the mean.
     """
@@ -93,6 +96,7 @@ class Row:
     peak_bytes: int | None = None
     peak_to_one_rank: float | None = None
     peak_to_stock: float | None = None
+    estimated_bytes: int | None = None
     sent_bytes: int = 0
     messages: int = 0
     rounds: int = 0
@@ -216,6 +220,7 @@ def _row(result: CaseResult, results: Sequence[CaseResult]) -> Row:
         peak_bytes=result.peak_bytes,
         peak_to_one_rank=_peak_ratio(result, alone),
         peak_to_stock=_peak_ratio(result, stock),
+        estimated_bytes=result.estimated_bytes,
         sent_bytes=sum(first.sent_bytes),
         messages=sum(first.messages),
         rounds=max(first.rounds),

@@ -9,10 +9,10 @@ from pathlib import Path
 from vaepar.config import VaeParallelMode
 from vaepar.errors import UsageError
 from vaepar.jobs.bench_presets import Preset, load_preset
-from vaepar.jobs.request import DTYPES
+from vaepar.jobs.request import dtype_name, tile_pixels
 from vaepar.latents.text import shown
 
-OPERATIONS = ("decode",)
+OPERATIONS = ("decode", "encode")
 DEFAULT_FAMILY, DEFAULT_SCALE = "kl", "small"
 _SHAPES = "HxW, TxHxW, BxCxHxW or BxCxTxHxW of the latent, as 96x128"
 _MOST = 1 << 20  # of one axis
@@ -25,14 +25,15 @@ class BenchRequest:
     Args:
         family, scale: a made-up model with random weights; the defaults when ``model`` is None too.
         model: a model folder, hub id or ``demo`` instead.
-        shapes: latents to decode, as numbers; the preset's own (or 64x96) when empty.
+        shapes: latents to decode, or to encode pictures and films to, as numbers; the preset's own (or 64x96) when
+            empty.
+        operation: one of :data:`OPERATIONS`.
         modes: parallel modes to compare, in order.
         ranks: numbers of ranks to compare, ascending, each 1 or more.
         repeats, warmup: measured and unmeasured passes of every case; the first unmeasured one checks the result.
         threads: CPU threads of each rank; 1 when None (on GPUs: torch's own number).
         tile_size, tile_stride: pixels; None for the model's own. A size without a stride gets three quarters of it.
         dtype: one of ``DTYPES``; ``auto`` is float32 on CPUs and bfloat16 (a model: that of its weights) on GPUs.
-        device: one of ``vaepar.launch.DEVICES``.
         frames_per_step: latent frames of one step of a spatial shard; None for the adapter's own.
         variant, allow_download: how ``model`` is looked up.
         json, plot: files to write, none when None.
@@ -51,7 +52,6 @@ class BenchRequest:
     tile_size: int | None = None
     tile_stride: int | None = None
     dtype: str = "auto"
-    device: str = "auto"
     frames_per_step: int | None = None
     variant: str | None = None
     allow_download: bool = True
@@ -61,8 +61,7 @@ class BenchRequest:
     def __post_init__(self) -> None:
         if self.operation not in OPERATIONS:
             raise UsageError(f"--operation is '{shown(self.operation)}'; it is one of {', '.join(OPERATIONS)}")
-        if self.dtype not in DTYPES:
-            raise UsageError(f"--dtype is '{shown(self.dtype)}'; it is one of {', '.join(DTYPES)}")
+        object.__setattr__(self, "dtype", dtype_name("--dtype", self.dtype))
         self._check_model()
         self._check_numbers()
         if not self.modes or len(set(self.modes)) < len(self.modes):
@@ -84,7 +83,7 @@ class BenchRequest:
         """Tile size and stride in pixels for a VAE of so many pixels a latent; None for the VAE's own."""
         preset = self.preset
         if self.tile_size is not None:
-            return self.tile_size, self.tile_stride or max(ratio, self.tile_size * 3 // 4 // ratio * ratio)
+            return tile_pixels(self.tile_size, self.tile_stride, ratio)
         if preset is not None and preset.tile_size is not None and preset.tile_stride is not None:
             return preset.tile_size, preset.tile_stride
         return None
@@ -111,9 +110,9 @@ class BenchRequest:
         if self.frames_per_step is None:
             return
         if preset is not None and len(preset.shape) == 4:
-            raise UsageError(f"--frames-per-step was given, but {preset.class_name} decodes pictures, which are a step")
+            raise UsageError(f"--frames-per-step was given, but {preset.class_name} takes pictures, which are a step")
         if all(mode is VaeParallelMode.TILE for mode in self.modes):
-            raise UsageError("--frames-per-step was given, but tile decodes a frame a step; add a mode that shards")
+            raise UsageError("--frames-per-step was given, but tile takes a frame a step; add a mode that shards")
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from vaepar.autoencoders.selection import Selection
 from vaepar.errors import VaeparError
 from vaepar.jobs.estimate import Estimate, estimate_peak_bytes, select_for
 from vaepar.jobs.plan import Task
@@ -33,13 +34,15 @@ class Budget:
     """Estimates for the files of one run.
 
     Args:
+        operation: ``decode`` or ``encode``.
         request: of the run.
         vae: the VAE's numbers.
         dtype: of weights and latents.
         device: ``cpu`` or ``cuda``.
     """
 
-    def __init__(self, request: BatchRequest, vae: VaeFacts, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, operation: str, request: BatchRequest, vae: VaeFacts, dtype: torch.dtype, device: str) -> None:
+        self._operation = operation
         self._request, self._vae, self._dtype, self._device = request, vae, dtype, device
         self._tiles = request.tiles(vae.spatial_ratio)
 
@@ -56,26 +59,28 @@ class Budget:
         found = self._estimate(task, size)
         if found is None:
             return {}
-        mode, estimate = found
+        selection, estimate = found
         return {
-            "mode": mode,
+            "mode": selection.mode,
+            "mode_reason": selection.reason,
             "estimated_bytes_per_rank": estimate.total,
             "estimated_weights": estimate.weights,
             "estimated_activations": estimate.activations,
         }
 
-    def _estimate(self, task: Task, size: int) -> tuple[str, Estimate] | None:
-        if task.facts is None:
+    def _estimate(self, task: Task, size: int) -> tuple[Selection, Estimate] | None:
+        shape = task.latent_shape(self._vae)
+        if shape is None:
             return None
-        shape = task.facts.latent_shape
         try:
-            selection = select_for(self._vae, shape, self._request.mode.value, size, self._tiles)
+            selection = select_for(self._vae, shape, self._request.mode.value, size, self._tiles, self._operation)
             estimate = estimate_peak_bytes(
                 self._vae,
                 shape,
                 self._dtype,
                 selection,
                 size,
+                operation=self._operation,
                 tiles=self._tiles,
                 device=self._device,
                 threads=torch.get_num_threads(),
@@ -83,4 +88,4 @@ class Budget:
         except (VaeparError, RuntimeError) as error:  # an estimate is advice: the run itself will say what is wrong
             logger.info("no estimate for %s: %s", shown(task.path), shown(error))
             return None
-        return selection.mode, estimate
+        return selection, estimate

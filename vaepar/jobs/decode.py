@@ -13,10 +13,11 @@ from vaepar.autoencoders import VaeCapability
 from vaepar.errors import UsageError
 from vaepar.jobs.inputs import may_replace
 from vaepar.jobs.models import batch_norm_of
+from vaepar.jobs.outputs import Outputs, make_folder
 from vaepar.jobs.plan import Task, describe, outputs_of, plan_decode
 from vaepar.jobs.report import Observer, RunReport
 from vaepar.jobs.request import DecodeRequest
-from vaepar.jobs.run import BatchRun, Outputs, make_folder
+from vaepar.jobs.run import BatchRun
 from vaepar.latents import LatentFacts, VaeFacts, read_header, read_latent, resolve, to_vae_input
 from vaepar.latents.text import shown
 from vaepar.media import BackgroundSink, OutputFormat, is_complete, open_sink, remove_stale_temps

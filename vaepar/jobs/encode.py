@@ -14,14 +14,15 @@ from torch import Tensor
 
 from vaepar.autoencoders import VaeCapability
 from vaepar.autoencoders.feed import ReaderFeed
-from vaepar.errors import InputError, UsageError
+from vaepar.errors import InputError, UsageError, VaeparError
 from vaepar.jobs.inputs import Source, apart, may_replace, shard_of
 from vaepar.jobs.models import batch_norm_of
+from vaepar.jobs.outputs import Outputs, make_folder
 from vaepar.jobs.plan import Task, fail
 from vaepar.jobs.preview import write_preview
 from vaepar.jobs.report import Observer, Row, RunReport
 from vaepar.jobs.request import EncodeRequest
-from vaepar.jobs.run import BatchRun, Outputs, make_folder
+from vaepar.jobs.run import BatchRun
 from vaepar.latents import (
     LatentLayout,
     LatentRecord,
@@ -34,7 +35,7 @@ from vaepar.latents import (
     write_musubi,
 )
 from vaepar.latents.text import shown
-from vaepar.media import FrameSource, MediaItem, PictureRules, find_media, open_source, parse_frames
+from vaepar.media import FrameSource, MediaItem, PictureRules, find_media, open_source, parse_frames, peek
 from vaepar.parallel.agreement import agree_on
 from vaepar.parallel.group import RankGroup
 
@@ -69,7 +70,44 @@ class _EncodeRun(BatchRun):
         sources = list(apart([_source(item, request, index) for index, item in enumerate(items)]))
         mine = {id(source) for source in shard_of(sources, request.farming.shard)}
         pairs = zip(sources, items, strict=True)
-        return [_task(source, item, request) for source, item in pairs if id(source) in mine]
+        tasks = [_task(source, item, request) for source, item in pairs if id(source) in mine]
+        for task in tasks:
+            if task.is_due and (request.farming.dry_run is not None or self.world.size > 1):
+                self._look(task)
+        return tasks
+
+    def _look(self, task: Task) -> None:
+        """Fill in a row's size, for the plan: memory, and which file is long.
+
+        A dry run opens the file and says what is wrong with it; a real one reads a header, because it opens the file
+        later, and counting a video's frames takes as long as reading it.
+        """
+        row, item = task.row, _item_from(task.path, task.item or {})
+        try:
+            if self.request.farming.dry_run is None:
+                row.height, row.width, row.frames = peek(item, self._rules())
+                return
+            with closing(open_source(item, self._rules())) as source:
+                row.height, row.width, row.frames = source.height, source.width, source.frames
+                row.notes = [*source.notes, *self._losses(source)]
+        except VaeparError as error:
+            if self.request.farming.dry_run is not None:
+                message = str(error)
+                fail(row, message if shown(task.path) in message else f"{shown(task.path)}: {message}", error.exit_code)
+
+    def outlook(self, task: Task) -> dict[str, Any]:
+        shape = task.latent_shape(self.source.facts)
+        if task.out_base is None or shape is None:
+            return {}
+        paths = [output_of(task.out_base, self.encoding)]
+        if self.encoding.preview:
+            paths.append(preview_of(task.out_base))
+        return {
+            "layout": self._layout().value,
+            "state": self._state().value,
+            "latent": list(shape),
+            "outputs": [str(path) for path in paths],
+        }
 
     def work(self, task: Task, outputs: Outputs) -> None:
         if task.out_base is None or task.item is None:

@@ -1,4 +1,4 @@
-"""How much memory a decode will take, before it is begun and without a GPU or weights.
+"""How much memory a decode or an encode will take, before it is begun and without a GPU or weights.
 
 The adapter itself runs on tensors without memory (:mod:`vaepar.jobs.ghost`), over the few latent frames after which
 nothing grows any more; what it would allocate is counted. Not counted are the work spaces of convolution libraries
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vaepar.autoencoders import adapter_for
+from vaepar.autoencoders.feed import TensorFeed
 from vaepar.autoencoders.selection import DIRECT, Selection
 from vaepar.errors import ModelError
 from vaepar.jobs.ghost import META, FusedAttention, GhostGroup, LiveBytes
@@ -56,19 +57,21 @@ def estimate_peak_bytes(
     selection: Selection,
     size: int,
     *,
+    operation: str = "decode",
     tiles: tuple[int, int] | None = None,
     frames_per_step: int = 4,
     device: str = "cpu",
     threads: int = 1,
 ) -> Estimate:
-    """The peak of the busiest rank (the owner) while it decodes one item.
+    """The peak of the busiest rank (the owner) while it decodes or encodes one item.
 
     Args:
         facts: of the VAE.
-        latent_shape: [1, C, H, W] or [1, C, T, H, W]; a batch is decoded item by item.
+        latent_shape: [1, C, H, W] or [1, C, T, H, W], of what is decoded or made; a batch is decoded item by item.
         dtype: of weights and latents.
         selection: the strategy, from :func:`select_for` or an adapter's ``select_mode``.
         size: ranks that share the latent.
+        operation: ``decode`` or ``encode``.
         tiles: tile size and stride in pixels; None for the VAE's own.
         frames_per_step: latent frames of one step of a spatial shard.
         device: ``cpu`` or ``cuda``.
@@ -79,7 +82,8 @@ def estimate_peak_bytes(
     # The layers of a shard compute their convolutions without unfolding them.
     unfolds = device == "cpu" and threads == 1 and selection.axis is None
     weights, activations = _measure(
-        facts.class_name,
+        operation,
+        facts,
         config,
         shape,
         dtype,
@@ -91,20 +95,40 @@ def estimate_peak_bytes(
     )
     frames = 1 + (frames_per_step - 1) * facts.temporal_ratio if len(shape) == 5 else 1
     picture = 3 * shape[-1] * shape[-2] * facts.spatial_ratio**2 * frames
-    written = 3 * picture if device == "cpu" else picture  # bytes on their way to the writer
+    in_bytes = 3 * picture if device == "cpu" else picture  # on their way to the writer or from the reader
     return Estimate(
         weights=weights,
-        activations=int(activations * _WORK_SPACE) + written,
+        activations=int(activations * _WORK_SPACE) + in_bytes,
         process=PROCESS_BYTES if device == "cpu" else 0,
     )
 
 
-def select_for(facts: VaeFacts, latent_shape: tuple[int, ...], mode: str, size: int, tiles: Any = None) -> Selection:
-    """The strategy that a latent's decode will use on ``size`` ranks, without weights."""
+def select_for(
+    facts: VaeFacts,
+    latent_shape: tuple[int, ...],
+    mode: str,
+    size: int,
+    tiles: Any = None,
+    operation: str = "decode",
+) -> Selection:
+    """The strategy that a latent's decode, or its making, will use on ``size`` ranks, without weights."""
     model = _ghost(facts.class_name, json.dumps(dict(facts.config), sort_keys=True), torch.float32, tiles)
     _prepare(model, mode, size)
-    selection: Selection = model.select_mode(torch.empty((1, *latent_shape[1:]), device=META))
+    shape = (1, *latent_shape[1:])
+    selection: Selection = (
+        model.select_encode_mode(pixel_shape(model, facts, shape))
+        if operation == "encode"
+        else model.select_mode(torch.empty(shape, device=META))
+    )
     return selection
+
+
+def pixel_shape(model: Any, facts: VaeFacts, latent_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[B, C, T, H, W] (T is 1 for pictures) of the pixels that a model encodes to a latent of that shape."""
+    patch = model.patch_size if facts.takes_frames else 1
+    frames = 1 + facts.temporal_ratio * (latent_shape[2] - 1) if len(latent_shape) == 5 else 1
+    height, width = (side * facts.spatial_ratio for side in latent_shape[-2:])
+    return latent_shape[0], model.encoder.conv_in.in_channels // patch**2, frames, height, width
 
 
 @lru_cache(maxsize=4)
@@ -134,7 +158,8 @@ def _prepare(model: Any, mode: str, size: int) -> None:
 
 @lru_cache(maxsize=256)
 def _measure(
-    class_name: str,
+    operation: str,
+    facts: VaeFacts,
     config: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -144,7 +169,7 @@ def _measure(
     frames_per_step: int,
     unfolds: bool,
 ) -> tuple[int, int]:
-    model = _ghost(class_name, config, dtype, tiles)
+    model = _ghost(facts.class_name, config, dtype, tiles)
     own = [*model.parameters(), *model.buffers()]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in own)
     if mode in (DIRECT, "tile"):
@@ -152,9 +177,14 @@ def _measure(
     else:
         _prepare(model, mode, size)
     model.frames_per_step = frames_per_step
+    enough = 3 if mode == DIRECT or mode == "tile" else 1 + 2 * frames_per_step
+    if operation == "encode":
+        pixels = pixel_shape(model, facts, _latent(shape, dtype, enough).shape)
+        feed = TensorFeed(torch.empty(pixels, dtype=dtype, device=META))
+        return weights, _encoding(model, own, feed, mode, size, unfolds)
     if mode == "tile":
         return weights, _tiled(model, own, shape, dtype, size, unfolds)
-    z = _latent(shape, dtype, 3 if mode == DIRECT else 1 + 2 * frames_per_step)
+    z = _latent(shape, dtype, enough)
     chunks = model.decode_direct(z) if mode == DIRECT else model.decode_chunks(z)
     return weights, _run(chunks, [*own, z], unfolds)[0]
 
@@ -169,6 +199,19 @@ def _tiled(model: Any, own: list[Tensor], shape: tuple[int, ...], dtype: torch.d
     picture = chunk * (plan.extent[0] * plan.extent[1]) / (rows * columns)
     edges = 2 * chunk * (1 - plan.stride[0] / plan.tile[0]) * max(plan.grid)
     return int(peak + (share - 1) * kept + 2 * picture + edges)
+
+
+def _encoding(model: Any, own: list[Tensor], feed: TensorFeed, mode: str, size: int, unfolds: bool) -> int:
+    """An encode; of tiles one at work beside the temporal caches of this rank's others, and the merged moments."""
+    step = feed.frames(0, min(feed.shape[2], 1 + 4)).nbytes  # what the reader has handed over
+    if mode != "tile":
+        chunks = model.encode_direct(feed) if mode == DIRECT else model.encode_chunks(feed)
+        return step + _run(chunks, [*own, feed.whole], unfolds)[0]
+    like, operator = model.encode_operator(feed)
+    tasks, _ = operator.split(like)
+    peak, kept, chunk = _run(model.encode_tile_steps(tasks[0]), [*own, feed.whole], unfolds)
+    share = math.ceil(len(tasks) / size)
+    return int(step + peak + (share - 1) * kept + 2 * chunk * len(tasks))
 
 
 def _latent(shape: tuple[int, ...], dtype: torch.dtype, frames: int) -> Tensor:

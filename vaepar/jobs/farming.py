@@ -48,7 +48,8 @@ class Farming:
             raise UsageError(f"--grace is {self.grace}; it is a number of seconds, 0 or more")
         if self.shard is not None and not 0 <= self.shard[0] <= self.shard[1] < self.shard[2]:
             first, last, count = self.shard
-            raise UsageError(f"--shard is {first}-{last}/{count}; {_SHARD_FORM}")
+            asked = f"{first}/{count}" if first == last else f"{first}-{last}/{count}"
+            raise UsageError(f"--shard is {asked}; {_SHARD_FORM}")
 
 
 def parse_parallel_size(text: str) -> int | str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vaepar.parallel.group import Message, Pending, RankGroup, ReduceOp
+from vaepar.parallel.group import Message, Pending, RankGroup
 
 META = torch.device("meta")
 
@@ -54,9 +54,6 @@ class GhostGroup(RankGroup):
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         return _Done()
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        return None
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         return None

@@ -56,6 +56,8 @@ def check_size(farming: Farming, world: int, local: int) -> None:
     sizes = allowed_sizes(world, local, farming.across_nodes)
     if size in sizes:
         return
+    if int(size) > world:
+        raise UsageError(f"--vae-parallel-size {size} is more than the {world} rank(s) there are; --ranks starts more")
     hint = "" if farming.across_nodes or local == world else " (--across-nodes lets groups cross machines)"
     raise UsageError(
         f"--vae-parallel-size {size} does not divide the {world} rank(s), {local} of them on a machine; "

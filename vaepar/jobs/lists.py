@@ -17,6 +17,7 @@ STDIN = "-"
 
 # Standard input can be read once, by one process: who starts ranks reads it, and hands its content on in this file.
 _HANDED_ON = "VAEPAR_STDIN_LIST"
+_stdin_was_read = False
 
 
 def expand_inputs(named: Sequence[str], lists: Sequence[str], *, null: bool = False) -> tuple[str, ...]:
@@ -45,14 +46,13 @@ def expand_inputs(named: Sequence[str], lists: Sequence[str], *, null: bool = Fa
 
 
 @contextmanager
-def stdin_for_ranks(arguments: Sequence[str], inputs: Sequence[str]) -> Iterator[None]:
-    """While the block runs, ranks that are started find what standard input held, where ``arguments`` name it.
+def stdin_for_ranks(inputs: Sequence[str]) -> Iterator[None]:
+    """While the block runs, ranks that are started find what standard input held, if this process has read it.
 
     Args:
-        arguments: the command line.
         inputs: all inputs, of which those from standard input are a part; the ranks take each file once.
     """
-    if not any(argument in (STDIN, f"--list={STDIN}") for argument in arguments):
+    if not _stdin_was_read:
         yield
         return
     with tempfile.NamedTemporaryFile(prefix="vaepar-list-") as file:
@@ -65,6 +65,12 @@ def stdin_for_ranks(arguments: Sequence[str], inputs: Sequence[str]) -> Iterator
             del os.environ[_HANDED_ON]
 
 
+def _read_stdin() -> bytes:
+    global _stdin_was_read  # there is one standard input, and it is read once
+    _stdin_was_read = True
+    return sys.stdin.buffer.read()
+
+
 def _entries(name: str, null: bool) -> list[str]:
     if World.from_environment().rank:
         return [name]
@@ -73,7 +79,7 @@ def _entries(name: str, null: bool) -> list[str]:
         if name == STDIN and handed_on is not None:
             content, null = Path(handed_on).read_bytes(), True
         else:
-            content = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+            content = _read_stdin() if name == STDIN else Path(name).read_bytes()
     except OSError as error:
         raise InputError(f"the list {shown(name)} cannot be read: {error.strerror or error}") from None
     entries = content.split(b"\0") if null else content.splitlines()

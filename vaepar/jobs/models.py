@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,10 @@ DEMO = "demo"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _WEIGHTS = "diffusion_pytorch_model"
 _MAX_JSON = 16 * 2**20
+
+# Dtypes of weights by their names in safetensors.
+_KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+_COUNTERS = "num_batches_tracked"  # of batch norms, whole numbers by nature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +85,8 @@ def locate_model(
     if path.exists():
         raise ModelError(f"model {shown(spec)} is a file; a folder with config.json and its weights is needed")
     if not _HUB_ID.fullmatch(spec) or spec.startswith("."):
-        raise ModelError(f"model {shown(spec)}: no such folder, and not a hub id such as 'owner/name' or 'demo'")
+        guess = f"; did you mean {DEMO!r}?" if difflib.get_close_matches(spec, [DEMO]) else ""
+        raise ModelError(f"model {shown(spec)}: no such folder, and not a hub id such as 'owner/name' or 'demo'{guess}")
     return _inspect(spec, _vae_folder(_from_hub(spec, variant, allow_download)), variant, need_weights)
 
 
@@ -87,11 +94,12 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device, gr
     """The adapter with all its weights, in evaluation mode on ``device``, joined to ``group``.
 
     Raises:
-        ModelError: when weights are missing, unexpected, of another shape, or unreadable.
+        ModelError: when weights are missing, unexpected, of another shape or kind, unreadable, or not finite.
     """
     from vaepar.autoencoders import adapter_for
     from vaepar.parallel.agreement import is_out_of_memory
 
+    check_weights(source)
     adapter = adapter_for(source.facts.class_name)
     with _quiet():
         try:
@@ -119,7 +127,19 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device, gr
             )
     model.eval().requires_grad_(False)
     model.to(device)
+    _check_finite(model, source)
     return model
+
+
+def _check_finite(model: Any, source: ModelSource) -> None:
+    """Raise :class:`ModelError` for weights with NaN or infinity: a damaged file, or one too large for the dtype."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ModelError(
+                f"model {shown(source.spec)}: {shown(name)} holds NaN or infinity in {kind}; the file is damaged, or "
+                f"its numbers are too large for that dtype"
+            )
 
 
 def batch_norm_of(model: Any) -> Any:
@@ -135,7 +155,10 @@ def _vae_folder(path: Path) -> Path:
         if (path / "vae" / "config.json").is_file():
             return path / "vae"
         names = sorted(key for key, value in index.items() if isinstance(value, list))
-        raise ModelError(f"pipeline folder {shown(path)} has no 'vae' folder; its parts are {listed(names)}")
+        raise ModelError(
+            f"pipeline folder {shown(path)} has no vae/config.json; the parts that model_index.json names are "
+            f"{listed(names)}"
+        )
     if (path / "config.json").is_file():
         return path
     if (path / "vae" / "config.json").is_file():
@@ -253,13 +276,33 @@ def settle_dtype(asked: str, source: ModelSource, device: torch.device) -> tuple
 
 
 def stored_dtype(source: ModelSource) -> str:
-    """The dtype that most of the weights are stored in."""
-    from safetensors import safe_open
+    """The dtype that most of the weights are stored in. Raises :class:`ModelError` as :func:`check_weights` does."""
+    counts = Counter(kind for _, kind in _stored_kinds(source, source.weights[:1]))
+    return _KINDS.get(max(counts, key=lambda kind: counts[kind], default="F32"), "float32")
 
-    counts: dict[str, int] = {}
-    with safe_open(str(source.weights[0]), framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118  # not a mapping
-            kind = str(file.get_slice(key).get_dtype())
-            counts[kind] = counts.get(kind, 0) + 1
-    common = max(counts, key=lambda kind: counts[kind], default="F32")
-    return {"F16": "float16", "BF16": "bfloat16", "F64": "float64"}.get(common, "float32")
+
+def check_weights(source: ModelSource) -> None:
+    """Raise :class:`ModelError` for weights of a dtype that diffusers would convert without their scales.
+
+    Quantised files keep the factors that make numbers of their integers elsewhere; cast as they are, they decode to
+    noise without a word.
+    """
+    for name, kind in _stored_kinds(source, source.weights):
+        if kind not in _KINDS and not name.endswith(_COUNTERS):
+            raise ModelError(
+                f"model {shown(source.spec)}: weight {shown(name)} is stored as {kind}; "
+                f"the dtypes that are read are {', '.join(_KINDS.values())}"
+            )
+
+
+def _stored_kinds(source: ModelSource, weights: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Name and safetensors dtype of the stored tensors, from the files' headers."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in weights:
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  # not a mapping
+                    yield key, str(file.get_slice(key).get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"model {shown(source.spec)}: {shown(path.name)} cannot be read: {shown(error)}") from None

@@ -35,6 +35,16 @@ class Task:
     def is_due(self) -> bool:
         return self.row.status == "not tried"
 
+    def latent_shape(self, vae: VaeFacts) -> tuple[int, ...] | None:
+        """[B, C, H, W] or [B, C, T, H, W] of what is decoded or made; None while the size is not known."""
+        if self.facts is not None:
+            return self.facts.latent_shape
+        row, ratio = self.row, vae.spatial_ratio
+        if row.width is None or row.height is None or min(row.width, row.height) < ratio:
+            return None
+        frames = (1 + max(0, (row.frames or 1) - 1) // vae.temporal_ratio,) if vae.takes_frames else ()
+        return 1, vae.latent_channels, *frames, row.height // ratio, row.width // ratio
+
 
 def plan_decode(request: DecodeRequest, vae: VaeFacts) -> list[Task]:
     """The tasks of a run, in the order of its inputs. Reads headers only; a file with a problem fails alone."""

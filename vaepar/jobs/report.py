@@ -15,7 +15,7 @@ from vaepar import __version__
 from vaepar.errors import InterruptedRunError, OutputError, UsageError
 from vaepar.latents.text import shown
 
-Status = Literal["ok", "skipped", "failed", "not tried"]
+Status = Literal["ok", "skipped", "failed", "dropped", "not tried", "due"]
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,8 @@ class Row:
 
     Args:
         path: the input.
-        status: ``ok``, ``skipped`` (its outputs were there), ``failed`` or ``not tried`` (the run ended before).
+        status: ``ok``, ``skipped`` (its outputs were there), ``failed``, ``dropped`` (the run was stopped meanwhile) or
+            ``not tried`` (the run ended before); in a dry run ``due`` (it would be worked on).
         outputs: files (or sequence folders) that are there now.
         error, exit_code: of a failed file.
         mode, mode_reason: the parallel mode that was really used, and why.
@@ -129,7 +130,7 @@ class RunReport:
     def exit_code(self) -> int:
         """0: all is done; 75: something was left undone; the common code when every file failed alike; else 3."""
         failed = [row for row in self.rows if row.status == "failed"]
-        unfinished = not self.dry_run and any(row.status == "not tried" for row in self.rows)
+        unfinished = not self.dry_run and any(row.status in ("dropped", "not tried") for row in self.rows)
         if self.interrupted or (unfinished and not failed):
             return InterruptedRunError.exit_code
         if not failed:

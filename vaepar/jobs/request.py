@@ -12,10 +12,12 @@ from vaepar.config import VaeParallelMode
 from vaepar.errors import UsageError
 from vaepar.jobs.farming import Farming
 from vaepar.latents import LatentLayout, LatentRequest, LatentState
+from vaepar.latents.text import shown
 from vaepar.media import FrameRange, OutputFormat
 from vaepar.media.formats import Kind
 
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+_SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp64": "float64"}
 FORMATS = ("auto", *get_args(Kind))
 TARGETS = ("vaepar", "comfyui", "musubi")
 _NAME_FIELDS = ("stem", "parent", "index")
@@ -79,7 +81,6 @@ class BatchRequest:
         mode: parallel mode.
         tile_size, tile_stride: pixels; None for the VAE's own. A size without a stride gets three quarters of it.
         dtype: one of :data:`DTYPES`.
-        device: one of ``vaepar.launch.DEVICES``.
         name: template of the outputs' names without suffix, from the fields stem, parent and index.
         recursive: look for inputs in sub-folders too, and keep the tree.
         overwrite: replace outputs that exist; they are skipped otherwise.
@@ -96,7 +97,6 @@ class BatchRequest:
     tile_size: int | None = None
     tile_stride: int | None = None
     dtype: str = "auto"
-    device: str = "auto"
     name: str = "{stem}"
     recursive: bool = False
     overwrite: bool = False
@@ -108,17 +108,13 @@ class BatchRequest:
     def __post_init__(self) -> None:
         if not self.inputs:
             raise UsageError("no input was given; give files, folders or patterns")
-        if self.dtype not in DTYPES:
-            raise UsageError(f"--dtype is '{self.dtype}'; it is one of {', '.join(DTYPES)}")
+        object.__setattr__(self, "dtype", dtype_name("--dtype", self.dtype))
         self._check_tiles()
         _check_template(self.name)
 
     def tiles(self, ratio: int) -> tuple[int, int] | None:
         """Tile size and stride in pixels for a VAE of so many pixels a latent; None for the VAE's own."""
-        if self.tile_size is None:
-            return None
-        stride = self.tile_stride or max(ratio, self.tile_size * 3 // 4 // ratio * ratio)
-        return self.tile_size, stride
+        return None if self.tile_size is None else tile_pixels(self.tile_size, self.tile_stride, ratio)
 
     def _check_tiles(self) -> None:
         for flag, value in (("--tile-size", self.tile_size), ("--tile-stride", self.tile_stride)):
@@ -144,6 +140,19 @@ class DecodeRequest(BatchRequest):
 
     latent: LatentRequest = field(default_factory=LatentRequest)
     video: VideoSettings = field(default_factory=VideoSettings)
+
+
+def tile_pixels(size: int, stride: int | None, ratio: int) -> tuple[int, int]:
+    """Tile size and stride in pixels; without a stride three quarters of the size, in whole latents of ``ratio``."""
+    return size, stride or max(ratio, size * 3 // 4 // ratio * ratio)
+
+
+def dtype_name(flag: str, name: str, allowed: tuple[str, ...] = DTYPES) -> str:
+    """The name of a dtype as PyTorch has it, from that or a short form. Raises :class:`UsageError`."""
+    full = _SHORT_DTYPES.get(name, name)
+    if full not in allowed:
+        raise UsageError(f"{flag} is '{shown(name)}'; it is one of {', '.join(allowed)}")
+    return full
 
 
 def _check_template(template: str) -> None:
@@ -196,13 +205,13 @@ class EncodeRequest(BatchRequest):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "stored", dtype_name("--save-dtype", self.stored, DTYPES[1:]))
         for flag, value, allowed in (
             ("--alpha", self.alpha, ("refuse", "drop", "white", "black", "keep")),
             ("--fit", self.fit, ("error", "crop", "pad", "resize")),
             ("--frames-fit", self.frames_fit, ("error", "trim", "pad")),
             ("--posterior", self.posterior, ("mode", "sample")),
             ("--as", self.target, TARGETS),
-            ("--save-dtype", self.stored, ("float32", "float16", "bfloat16", "float64")),
         ):
             if value not in allowed:
                 raise UsageError(f"{flag} is '{value}'; it is one of {', '.join(allowed)}")

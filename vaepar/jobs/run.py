@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -28,7 +28,6 @@ from vaepar.errors import (
     ModelError,
     OutputError,
     RankLostError,
-    UsageError,
     VaeparError,
 )
 from vaepar.jobs.budget import Budget, memory_for_a_rank
@@ -36,6 +35,7 @@ from vaepar.jobs.groups import Grouping, check_size, choose_grouping, join_group
 from vaepar.jobs.ledger import Ledger
 from vaepar.jobs.memory import peak_bytes, reset_peak
 from vaepar.jobs.models import ModelSource, load_model, locate_model, settle_dtype
+from vaepar.jobs.outputs import Outputs, make_folder
 from vaepar.jobs.plan import Task, fail, tasks_from_text, tasks_to_text
 from vaepar.jobs.report import GroupRow, Observer, Row, RunReport, check_report, write_report
 from vaepar.jobs.request import BatchRequest
@@ -46,33 +46,7 @@ from vaepar.latents.text import shown
 from vaepar.parallel.agreement import agree_on, agreed
 from vaepar.parallel.group import RankGroup
 
-
-class Closing(Protocol):
-    """An output under way: close makes it whole, abort leaves nothing of it."""
-
-    def close(self) -> Any: ...
-
-    def abort(self) -> None: ...
-
-
-@dataclass
-class Outputs:
-    """The outputs of one file that were handed to their writers and are not yet known to be whole (owner only)."""
-
-    row: Row
-    seconds: float = 0.0
-    notes: list[str] = field(default_factory=list)
-    under_way: list[Closing] = field(default_factory=list)
-
-    def close_all_but_last(self) -> None:
-        """Wait for the outputs that were being written while a later one was made."""
-        for earlier in self.under_way[:-1]:
-            earlier.close()
-        del self.under_way[:-1]
-
-    def abort(self) -> None:
-        for output in self.under_way:
-            output.abort()
+logger = logging.getLogger(__name__)
 
 
 class BatchRun(ABC):
@@ -87,7 +61,7 @@ class BatchRun(ABC):
         self.request, self.world, self.group, self.observer = request, group, group, observer
         self.leads = group.rank == 0
         self.is_owner = self.leads
-        self.stop = Stop(request.farming.grace)
+        self.stop = Stop(request.farming.grace, observer.note if self.leads else None)
         self.source: ModelSource
         self.dtype: torch.dtype
         self.ledger: Ledger
@@ -162,6 +136,10 @@ class BatchRun(ABC):
         for row in self.report.rows:
             if row.status == "not tried":
                 self.observer.finished(row)
+        if self.report.interrupted:
+            self.observer.note("the run was stopped before its end; the same command again finishes the rest")
+        elif self.full:
+            self.observer.note("no space is left, so the files after it were not tried")
 
     def _locate(self) -> ModelSource:
         """Rank 0 first: it may download, and the others of its machine find the files in its cache."""
@@ -209,7 +187,7 @@ class BatchRun(ABC):
     def _group(self, tasks: Sequence[Task]) -> Grouping:
         farming = self.request.farming
         due = [task for task in tasks if task.is_due]
-        budget = Budget(self.request, self.source.facts, self.dtype, self.group.device.type)
+        budget = Budget(self.operation, self.request, self.source.facts, self.dtype, self.group.device.type)
         local = farming.dry_run or local_size(self.world)
         return choose_grouping(
             farming,
@@ -222,7 +200,7 @@ class BatchRun(ABC):
 
     def _describe_plan(self, tasks: Sequence[Task], grouping: Grouping) -> None:
         """What a real run would do, in the rows and groups of the report."""
-        budget = Budget(self.request, self.source.facts, self.dtype, self.group.device.type)
+        budget = Budget(self.operation, self.request, self.source.facts, self.dtype, self.group.device.type)
         self.report.dry_run = True
         self.report.ranks = grouping.size * grouping.count
         self.report.dtype = str(self.dtype).removeprefix("torch.")
@@ -231,6 +209,8 @@ class BatchRun(ABC):
         for task in tasks:
             if task.is_due:
                 task.row.plan = self.outlook(task) | budget.outlook(task, grouping.size)
+                task.row.status = "due"
+                task.row.mode, task.row.mode_reason = task.row.plan.get("mode"), task.row.plan.get("mode_reason")
 
     def outlook(self, task: Task) -> dict[str, Any]:
         """What a dry run tells of a task beyond its row, as plain values. Subclasses know more."""
@@ -238,8 +218,8 @@ class BatchRun(ABC):
 
     def _load(self) -> None:
         with agreed(self.world, "model"):
-            sizes = [weights.stat().st_size for weights in self.source.weights]
-            agree_on(self.world, "models", f"{self.source.facts.class_name} {sizes} {self.source.facts.constants()}")
+            digest = self.source.digest()
+            agree_on(self.world, "models", f"{self.source.facts.class_name} {digest} {self.source.facts.constants()}")
             self.vae = load_model(self.source, self.dtype, self.group.device, self.group)
             tiles = self.request.tiles(self.source.facts.spatial_ratio)
             if tiles is not None:
@@ -248,7 +228,17 @@ class BatchRun(ABC):
                 self.vae.enable_tiling()
             self.vae.set_parallel_size(self.group.size, mode=self.request.mode)
             self.report.dtype = str(self.dtype).removeprefix("torch.")
-            self.report.model_sha256 = self.world.broadcast_text(self.source.digest() if self.leads else None)
+            self.report.model_sha256 = digest
+            logger.info(
+                "%s in %s, %s, sha256 %s",
+                self.source.facts.class_name,
+                shown(self.source.folder),
+                self.report.dtype,
+                digest,
+            )
+            logger.info(
+                "tiles: %s", {name: value for name, value in vars(self.vae).items() if name.startswith("tile_")}
+            )
 
     def _do_all(self, tasks: Sequence[Task]) -> None:
         """File after file; each one's writers finish while the next one is worked on."""
@@ -300,7 +290,8 @@ class BatchRun(ABC):
                     outputs = self._attempt(task)
         except InterruptedRunError:
             self.report.interrupted = True
-            row.outputs = []
+            row.status, row.outputs = "dropped", []
+            self.ledger.tell(row)
             return None
         except RankLostError:
             raise
@@ -312,6 +303,7 @@ class BatchRun(ABC):
             self.ledger.add(seconds, files=1)
         outputs.seconds = seconds
         row.notes.extend(outputs.notes)
+        logger.info("%s: %s: %s", shown(row.path), row.mode, row.mode_reason)
         row.peak_bytes = self.group.gather_values(peak_bytes(self.group.device))
         return outputs
 
@@ -384,11 +376,3 @@ class BatchRun(ABC):
         message = str(error)
         fail(row, message if shown(row.path) in message else f"{shown(row.path)}: {message}", error.exit_code)
         self.ledger.tell(row)
-
-
-def make_folder(folder: Path) -> None:
-    """Make the folder of the outputs. Raises :class:`UsageError` when that cannot be."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"the output folder {shown(folder)} cannot be made: {error.strerror or error}") from None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -25,10 +26,12 @@ class Stop:
 
     Args:
         grace: seconds from the first signal in which the current file may still be finished.
+        tell: is told what the first signal leads to, at once and in a thread of its own: a signal may come in the
+            middle of another message, and the next place where the run could speak may be a minute away.
     """
 
-    def __init__(self, grace: float = 0.0) -> None:
-        self._grace = grace
+    def __init__(self, grace: float = 0.0, tell: Callable[[str], None] | None = None) -> None:
+        self._grace, self._tell = grace, tell
         self._signal: int | None = None
         self._since = 0.0
         self._checked: float | None = None
@@ -92,3 +95,9 @@ class Stop:
     def _remember(self, number: int) -> None:
         self._since = time.monotonic()
         self._signal = number
+        if self._tell is not None:
+            text = (
+                f"{signal.Signals(number).name}: the file under way has {self._grace:g} s to finish (--grace), else it "
+                f"is dropped; a second signal ends at once"
+            )
+            threading.Thread(target=self._tell, args=(text,), name="vaepar-stop", daemon=True).start()

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -41,7 +45,7 @@ def read_latent(facts: LatentFacts) -> Tensor:
     if (now.header_digest, now.file_bytes) != (header.header_digest, header.file_bytes):
         refuse(header.path, "has changed since it was inspected; run again")
     try:
-        with safe_open(str(header.path), framework="pt", device="cpu") as file:
+        with _readable_name(header.path) as name, safe_open(name, framework="pt", device="cpu") as file:
             # The slice is a view of the mapped file; a copy of it survives the file's being cut short.
             tensor: Tensor = file.get_slice(header.key)[:].clone()
     except (SafetensorError, OSError) as error:
@@ -57,6 +61,17 @@ def read_latent(facts: LatentFacts) -> Tensor:
             tensor.numel(),
         )
     return tensor
+
+
+@contextmanager
+def _readable_name(path: Path) -> Iterator[str]:
+    """A name under which safetensors opens a file: it takes text only, and names may hold bytes that are none."""
+    name = os.fspath(path)
+    if not any(0xD800 <= ord(c) <= 0xDFFF for c in name):
+        yield name
+        return
+    with path.open("rb") as file:
+        yield f"/proc/self/fd/{file.fileno()}"
 
 
 def count_nonfinite(tensor: Tensor) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from vaepar.media.background import BackgroundSink
 from vaepar.media.find import MediaItem, find_media
 from vaepar.media.formats import CODECS, OutputFormat, parse_fps
 from vaepar.media.frame_range import FrameRange, parse_frames
-from vaepar.media.input import open_source
+from vaepar.media.input import open_source, peek
 from vaepar.media.output import is_complete, open_sink
 from vaepar.media.quantise import quantise
 from vaepar.media.sink import FrameSink
@@ -26,6 +26,7 @@ __all__ = [
     "open_source",
     "parse_fps",
     "parse_frames",
+    "peek",
     "quantise",
     "remove_stale_temps",
 ]

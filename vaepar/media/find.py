@@ -24,6 +24,9 @@ _PATTERN = re.compile(r"%(?:0(?P<digits>\d+))?d|(?P<hashes>#+)", re.ASCII)
 _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<number>\d+)(?P<suffix>\.[^.]+)", re.ASCII | re.DOTALL)
 _MOST_NAMED = 6
 
+# What comes before the numbers and says nothing about the shot: every sequence would get the same output name.
+_ANYBODYS = ("", "frame", "frames")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MediaItem:
@@ -157,7 +160,9 @@ def _pattern(path: Path, frames: FrameRange | None) -> MediaItem:
         # A number that fills more than its digits has no zeros before it: 00010 is not %04d.
         if found and (match["hashes"] == "#" or len(found[1]) == digits or found[1][0] != "0"):
             numbered.append((int(found[1]), entry))
-    stem = head.rstrip("._- ") or path.parent.resolve().name or "sequence"
+    stem = head.rstrip("._- ")
+    if stem.lower() in _ANYBODYS:
+        stem = path.parent.resolve().name or stem or "sequence"
     return _sequence(path, stem, numbered, frames)
 
 

@@ -23,3 +23,21 @@ def open_source(item: MediaItem, rules: PictureRules) -> FrameSource:
     if item.kind == "video":
         return VideoSource(item.path, rules, item.frames)
     return PictureSource(shown(item.path), item.files or (item.path,), rules)
+
+
+def peek(item: MediaItem, rules: PictureRules) -> tuple[int, int, int | None]:
+    """Height, width and number of frames of an item before fitting, from headers alone; None: not counted (a video).
+
+    Raises:
+        InputError: the item has a problem or cannot be read.
+    """
+    from vaepar.media.picture import picture_size
+    from vaepar.media.video_probe import probe
+
+    if item.problem is not None:
+        raise InputError(item.problem)
+    if item.kind == "video":
+        facts = probe(item.path, rules.max_pixels)
+        return facts.height, facts.width, None
+    files = item.files or (item.path,)
+    return *picture_size(files[0], rules), len(files)

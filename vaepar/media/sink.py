@@ -133,11 +133,6 @@ class TargetSink(FrameSink):
         self._aborted = False
         self._cancelled = threading.Event()
 
-    @property
-    def frames_written(self) -> int:
-        """Frames taken so far."""
-        return self._written
-
     def quantise(self, frames: torch.Tensor) -> npt.NDArray[np.uint8]:
         # Aborts nothing: it may run beside a write of another thread, which must end before its files can go.
         check_frames(frames, f"the frames of {shown(self.target.path)}")

@@ -12,7 +12,6 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -91,7 +90,6 @@ class DistributedOperator:
         steps: like ``exec``, in time order: as many pieces as ``GridSpec.steps``. Their concatenation is the result.
         open_merge: grid and step -> a merge that takes tiles one by one; without it ``merge`` runs when all are there.
         step_dim: dimension along which the pieces of the steps are concatenated.
-        release: frees what the model keeps between steps; called on every rank at the end, also after a failure.
     """
 
     split: Split
@@ -100,7 +98,6 @@ class DistributedOperator:
     steps: Callable[[TileTask], Iterator[Tensor]] | None = None
     open_merge: Callable[[GridSpec, int], TileMerge] | None = None
     step_dim: int = 2
-    release: Callable[[], None] | None = None
 
 
 def assign(workloads: Sequence[int | float], workers: int) -> list[list[int]]:
@@ -174,7 +171,7 @@ class DistributedVaeExecutor:
 
         Every rank must consume it to the end, or close it inside an :func:`agreed` block.
         """
-        with agreed(self.group, "tiles"), _released(operator):
+        with agreed(self.group, "tiles"):
             tasks, grid = operator.split(z)
             agree_on(self.group, "latents", _fingerprint(z, tasks, grid))
             shares = assign([task.workload for task in tasks], self.parallel_size)
@@ -329,12 +326,3 @@ def _fingerprint(z: Tensor, tasks: list[TileTask], grid: GridSpec) -> str:
     total = math.fsum(task.workload for task in tasks)
     spec: Mapping[str, Any] = grid.tile_spec
     return f"{tuple(z.shape)} {z.dtype} in {len(tasks)} tiles of {grid.grid_shape}, {grid.steps} steps, {total} {spec}"
-
-
-@contextmanager
-def _released(operator: DistributedOperator) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if operator.release is not None:
-            operator.release()

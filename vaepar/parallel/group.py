@@ -1,6 +1,6 @@
 """Ranks as objects: what a group of ranks can do for each other, without saying how.
 
-A :class:`RankGroup` has two planes. The data plane moves tensors (halo rows, tiles, sums) and texts; its waits end
+A :class:`RankGroup` has two planes. The data plane moves tensors (halo rows, tiles) and texts; its waits end
 when a peer raises the alarm. The control plane only gathers small integers, and stays usable when the data plane has
 failed, so that ranks can agree on a failure. Rank numbers are always those inside the group, 0 to ``size - 1``.
 """
@@ -8,14 +8,12 @@ failed, so that ranks can agree on a failure. Rank numbers are always those insi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-ReduceOp = Literal["sum", "max"]
 
 
 class Pending(Protocol):
@@ -35,7 +33,7 @@ class Message:
 
 @dataclass
 class Traffic:
-    """What one rank has sent; ``rounds`` counts the times it had to wait for others (exchange, sum, gather)."""
+    """What one rank has sent; ``rounds`` counts the times it had to wait for others in an exchange."""
 
     messages: int = 0
     bytes: int = 0
@@ -94,21 +92,6 @@ class RankGroup(ABC):
         self.traffic.rounds += 1
         return self._exchange(contiguous, receives)
 
-    def all_gather(self, tensor: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The tensors of all ranks, in rank order; ``shapes[r]`` is the shape that rank r gives (they may differ)."""
-        parts = [tensor if r == self.rank else tensor.new_empty(tuple(shapes[r])) for r in range(self.size)]
-        others = [r for r in range(self.size) if r != self.rank]
-        sends = [Message(tensor, r) for r in others if tensor.numel()]
-        self.exchange(sends, [Message(parts[r], r) for r in others if parts[r].numel()]).wait()
-        return parts
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
-        """Replace ``tensor`` on every rank by the sum (or maximum) over the ranks."""
-        if self.size > 1:
-            self.traffic.rounds += 1
-            self.traffic.add(tensor)
-            self._all_reduce(tensor, op)
-
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Replace ``tensor`` on every rank by that of rank ``src``; shape and dtype are the same everywhere."""
         if self.size > 1:
@@ -162,9 +145,6 @@ class RankGroup(ABC):
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending: ...
 
     @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None: ...
-
-    @abstractmethod
     def _broadcast(self, tensor: Tensor, src: int) -> None: ...
 
 
@@ -195,23 +175,16 @@ class SoloGroup(RankGroup):
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         raise ValueError("a group of one rank has nobody to exchange with")
 
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        return None
-
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         return None
 
 
 class WaitAll:
-    """Several pending transfers as one; ``finish`` runs once after all of them."""
+    """Several pending transfers as one."""
 
-    def __init__(self, pending: Sequence[Pending], finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, pending: Sequence[Pending]) -> None:
         self._pending = list(pending)
-        self._finish = finish
 
     def wait(self) -> None:
         while self._pending:
             self._pending.pop(0).wait()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()

@@ -72,8 +72,3 @@ def gather_parts(group: RankGroup, layout: Layout, part: Tensor, shapes: Sequenc
     peers = [r for r in ranks if r != group.rank]
     group.exchange([Message(part, r) for r in peers], [Message(parts[r], r) for r in peers]).wait()
     return parts
-
-
-def sent_bytes(plan: HaloPlan, row_elements: int, element_size: int) -> int:
-    """Bytes that a rank sends for ``plan`` when one row has ``row_elements`` elements."""
-    return plan.sent_rows * row_elements * element_size

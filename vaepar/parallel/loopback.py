@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vaepar.errors import PeerFailedError, RankLostError
-from vaepar.parallel.group import Message, Pending, RankGroup, ReduceOp, WaitAll
+from vaepar.parallel.group import Message, Pending, RankGroup, WaitAll
 
 T = TypeVar("T")
 
@@ -145,10 +145,6 @@ class LoopbackGroup(RankGroup):
         for send in sends:
             self._isend(send.tensor, send.peer, _EXCHANGE_TAG)
         return WaitAll([self._irecv(recv.tensor, recv.peer, _EXCHANGE_TAG) for recv in receives])
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        parts = torch.stack(self._meet_data(tensor.detach().clone()))
-        tensor.copy_(parts.sum(0) if op == "sum" else parts.amax(0))
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         given = self._meet_data(tensor.detach().clone() if self.rank == src else None)[src]

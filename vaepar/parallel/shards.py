@@ -174,6 +174,7 @@ class HaloPlan:
 
     @property
     def sent_rows(self) -> int:
+        """Rows that leave this rank, one that goes to two peers twice; what a group's traffic is compared with."""
         return sum(send.rows for send in self.sends)
 
 

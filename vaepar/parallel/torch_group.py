@@ -8,6 +8,7 @@ those of the next one.
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 import uuid
@@ -24,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore as _PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from vaepar.errors import PeerFailedError, RankLostError, UsageError
-from vaepar.parallel.group import Message, Pending, RankGroup, ReduceOp, SoloGroup, WaitAll
+from vaepar.parallel.group import Message, Pending, RankGroup, SoloGroup, WaitAll
 
 # A rank may compute for hours between two meetings; a dead peer is noticed by its closed socket, not by this limit.
 _PATIENCE = timedelta(days=2)
@@ -34,7 +35,6 @@ _POISON_TAG = 1 << 21
 _WATCH_SECONDS = 0.5
 _MEETING_SECONDS = 0.02
 
-_OPS: dict[ReduceOp, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # The members of a group make their groups of the same ranks in the same order, so equal numbers name equal groups.
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -43,7 +43,6 @@ class _Plane(Protocol):
     def send(self, tensor: Tensor, dst: int, tag: int) -> Any: ...
     def recv(self, buffer: Tensor, src: int, tag: int) -> Any: ...
     def batch(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Any]: ...
-    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None: ...
     def broadcast(self, tensor: Tensor, src: int) -> None: ...
     def break_off(self) -> None: ...
 
@@ -65,11 +64,6 @@ class _GlooPlane:
         works = [self.recv(message.tensor, message.peer, _EXCHANGE_TAG) for message in receives]
         works.extend(self.send(message.tensor, message.peer, _EXCHANGE_TAG) for message in sends)
         return works
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
-        self._pg.allreduce([tensor], options).wait()
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         options = dist.BroadcastOptions()
@@ -110,9 +104,6 @@ class _NcclPlane:
         ops = [dist.P2POp(dist.isend, m.tensor, self._ranks[m.peer], self._pg) for m in sends]
         ops.extend(dist.P2POp(dist.irecv, m.tensor, self._ranks[m.peer], self._pg) for m in receives)
         return list(dist.batch_isend_irecv(ops))
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        dist.all_reduce(tensor, _OPS[op], group=self._pg)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         dist.broadcast(tensor, self._ranks[src], group=self._pg)
@@ -259,10 +250,6 @@ class TorchGroup(RankGroup):
             works = self._data.batch(sends, receives)
         return WaitAll([_Receipt(self, works, [m.tensor for m in (*sends, *receives)])])
 
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        with self.translated():
-            self._data.all_reduce(tensor, op)
-
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         with self.translated():
             self._data.broadcast(tensor, src)
@@ -335,4 +322,8 @@ def _keep_waiting(end: float, whom: str, timeout_seconds: float) -> None:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    """The backend's words; for the one that means a dead process, ours instead of a line of its source code."""
+    words = " ".join(str(error).split())
+    if re.search("connection (was )?(closed|reset)|broken pipe", words, re.IGNORECASE):
+        return "its connection was closed"
+    return words[:200]
