@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from vaepar.errors import UsageError
-from vaepar.latents.text import listed, shown
+from vaepar.text import listed, shown
 
 _MAX_BYTES = 2**20
 _NOT_IN_FILES = frozenset({"config", "print_config", "help", "ctx"})

@@ -86,7 +86,7 @@ def command(
         out=out,
         **batch.request,
         frames=None if frames is None else parse_frames(frames),
-        # The names below are checked by the request itself.
+        # Names are checked by the request itself, whose types are narrower than text.
         alpha=alpha,  # type: ignore[arg-type]
         fit=fit,  # type: ignore[arg-type]
         frames_fit=frames_fit,  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import typer
 
 from vaepar.errors import AmbiguousInputError, UsageError, VaeparError
 from vaepar.latents import LatentRequest, VaeFacts, read_header, resolve
-from vaepar.latents.text import shown
+from vaepar.text import shown
 
 from .options import parse_size
 from .output import complain

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vaepar.jobs.report import Row, RunReport
-from vaepar.latents.text import shown
+from vaepar.text import shown
 
 _PLAIN_WIDTH = 200  # lines of a log are not cut to a terminal's width
 _LONGEST = 4000  # characters of one line

@@ -24,6 +24,8 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
+from vaepar.launch import usable_cores
+
 SHAPE = (1, 16, 3, 20, 28)
 TILE, STRIDE = 128, 96
 FPS = 16
@@ -52,7 +54,7 @@ def plain_loop(model: Path, source: Path, out: Path) -> None:
     from diffusers.utils import export_to_video
     from diffusers.video_processor import VideoProcessor
 
-    torch.set_num_threads(cores())
+    torch.set_num_threads(usable_cores())
     vae = AutoencoderKLWan.from_pretrained(model)
     vae.enable_tiling(TILE, TILE, STRIDE, STRIDE)
     processor = VideoProcessor(vae_scale_factor=8)
@@ -91,7 +93,7 @@ def compare(folder: Path, files: int, repeats: int) -> None:
     for number in range(files):
         generator = torch.Generator().manual_seed(number)
         save_file({"latents": torch.randn(SHAPE, generator=generator)}, source / f"shot{number:03d}.safetensors")
-    ranks = cores()
+    ranks = usable_cores()
     vaepar = [sys.executable, "-m", "vaepar", "decode", str(source), "--model", str(model), "--state", "raw"]
     vaepar += ["--tile-size", str(TILE), "--tile-stride", str(STRIDE), "--fps", str(FPS), "--quiet"]
     myself = [sys.executable, str(Path(__file__).resolve())]
@@ -153,10 +155,6 @@ def tree_bytes(pid: int) -> int:
     except psutil.Error:
         return total
     return total
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def rounded(values: list[float]) -> str:

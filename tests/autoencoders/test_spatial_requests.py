@@ -322,7 +322,7 @@ def test_ranks_that_do_not_need_rows_get_none() -> None:
                 sent.extend((group.rank, message.peer) for message in sends)
             return exchange(sends, receives)
 
-        group.exchange = noted  # type: ignore[method-assign]
+        group.exchange = noted  # type: ignore[method-assign]  # a spy
         chunks_of(models[group.rank], z, group, "height")
 
     run_loopback(4, work)

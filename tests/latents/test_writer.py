@@ -171,11 +171,12 @@ def test_a_record_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OutputError, match="cannot be written: No such file"):
-        write_latent(tmp_path / "absent" / "x", noise(1, 4, 6, 10), STILL)
-    with pytest.raises(OutputError, match="cannot be written: Is a directory"):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"cannot write .*Not a directory|cannot write .*File exists"):
+        write_latent(tmp_path / "file" / "x", noise(1, 4, 6, 10), STILL)
+    with pytest.raises(OutputError, match=r"cannot write .*no regular file"):
         write_latent(tmp_path / "folder", noise(1, 4, 6, 10), STILL)
-    assert names(tmp_path) == ["folder"]
+    assert names(tmp_path) == ["file", "folder"]
 
 
 @contextmanager
@@ -200,7 +201,7 @@ def test_no_space_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     write_latent(path, noise(1, 4, 6, 10), STILL)
     before = path.read_bytes()
     large = LatentRecord(vae=KL, layout=LatentLayout.BCHW, state=LatentState.RAW, height=256, width=256)
-    with pytest.raises(DiskFullError, match=r"x\.safetensors: cannot be written"), small_files():
+    with pytest.raises(DiskFullError, match=r"no space left to write .*x\.safetensors"), small_files():
         write_latent(path, noise(1, 4, 32, 32), large)
     assert path.read_bytes() == before
     assert names(tmp_path) == ["x.safetensors"]

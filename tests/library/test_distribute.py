@@ -78,7 +78,7 @@ def test_copies_and_pickles_are_adapters(family: str) -> None:
         assert torch.equal(again.decode(latent(family, 9, 10)).sample, want)
 
 
-class Changed(AutoencoderKL):  # type: ignore[misc]
+class Changed(AutoencoderKL):  # type: ignore[misc]  # diffusers has no types
     """Somebody's own decode, which an adapter would lose."""
 
 

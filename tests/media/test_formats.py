@@ -10,7 +10,7 @@ from vaepar.media import CODECS, OutputFormat, parse_fps
 
 
 def test_defaults_are_those_of_the_codec() -> None:
-    h264 = OutputFormat(kind="mp4", fps=16)  # type: ignore[arg-type]
+    h264 = OutputFormat(kind="mp4", fps=16)  # type: ignore[arg-type]  # a number is taken as well
     assert (h264.codec, h264.pix_fmt, h264.crf, h264.preset) == ("libx264", "yuv420p", 19, "medium")
     assert h264.fps == Fraction(16)
     assert OutputFormat(kind="ffv1", fps=Fraction(16)).pix_fmt == "bgr0"

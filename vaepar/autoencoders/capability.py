@@ -8,7 +8,7 @@ from vaepar.config import VaeParallelMode
 from vaepar.errors import UnsupportedModeError
 
 AUTO_RULE = (
-    "the longer axis that covers every rank, width on ties; tile where none does, or when it fits one tile: direct"
+    "the longer axis that covers every rank, width on ties; tile where neither does; what fits one tile is direct"
 )
 
 

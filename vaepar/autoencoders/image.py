@@ -67,7 +67,7 @@ class ImageTileMixin(DistributedVaeMixin):
             yield self.decoder(piece if self.post_quant_conv is None else self.post_quant_conv(piece))
 
     def decode_direct(self, z: Tensor) -> Iterator[Tensor]:
-        yield self._decode(z).sample  # type: ignore[attr-defined]
+        yield self._decode(z).sample  # type: ignore[attr-defined]  # diffusers' own
 
     def encode_tile_plan(self, x: Tensor) -> TilePlan:
         """The tiles of pixels [B, C, H, W]; results are on the latents' scale."""

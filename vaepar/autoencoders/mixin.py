@@ -83,7 +83,7 @@ class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
         """
         self._in_default_group = group is None
         if group is None:
-            group = default_group(next(iter(self.parameters())).device)  # type: ignore[attr-defined]
+            group = default_group(next(iter(self.parameters())).device)  # type: ignore[attr-defined]  # every adapter is a module
         self._executor = DistributedVaeExecutor(group)
         self._mode = VaeParallelMode.TILE
 

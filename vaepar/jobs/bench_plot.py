@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from vaepar.atomic import write_whole
 from vaepar.errors import UsageError
 from vaepar.jobs.bench_plan import alone_of
-from vaepar.jobs.bench_report import BenchReport, Row, ShapeResult, write_whole
+from vaepar.jobs.bench_report import BenchReport, Row, ShapeResult
 
 _WIDTH, _HEIGHT, _DPI = 10.0, 4.0, 120
 

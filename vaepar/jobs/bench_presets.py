@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from vaepar.errors import UsageError
-from vaepar.latents.text import shown
+from vaepar.text import shown
 
 FAMILIES = ("kl", "flux2", "qwenimage", "wan", "wan22")
 SCALES = ("tiny", "small", "real")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from vaepar import __version__
+from vaepar.atomic import create_temp_file, discard, output_error, write_whole
 from vaepar.jobs.bench_plan import Case, alone_of, stock_of
 from vaepar.jobs.bench_statistics import Difference, Ratio, Summary, efficiency, imbalance, ratio, summarise
-from vaepar.media.atomic import commit_file, create_temp_file, discard, output_error
 
 SCHEMA = 2
 
@@ -185,21 +185,6 @@ def probe(path: Path) -> None:
     discard(create_temp_file(path))
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file whole or not at all; its folder is made when missing. Raises :class:`OutputError`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temp = create_temp_file(path)
-        try:
-            temp.write_bytes(data)
-            commit_file(temp, path)
-        except OSError:
-            discard(temp)
-            raise
-    except OSError as error:
-        raise output_error(error, path, "write") from error
-
-
 def _row(result: CaseResult, results: Sequence[CaseResult]) -> Row:
     case = result.case
     if not result.samples:
@@ -246,4 +231,4 @@ def _peak_ratio(result: CaseResult, other: CaseResult | None) -> float | None:
     return ours / theirs if ours is not None and theirs else None
 
 
-__all__ = ["SCHEMA", "BenchReport", "CaseResult", "Row", "Sample", "ShapeResult", "probe", "write_json", "write_whole"]
+__all__ = ["SCHEMA", "BenchReport", "CaseResult", "Row", "Sample", "ShapeResult", "probe", "write_json"]

@@ -10,7 +10,7 @@ from vaepar.config import VaeParallelMode
 from vaepar.errors import UsageError
 from vaepar.jobs.bench_presets import Preset, load_preset
 from vaepar.jobs.request import dtype_name, tile_pixels
-from vaepar.latents.text import shown
+from vaepar.text import shown
 
 OPERATIONS = ("decode", "encode")
 DEFAULT_FAMILY, DEFAULT_SCALE = "kl", "small"

@@ -15,7 +15,7 @@ from vaepar.jobs.estimate import Estimate, estimate_peak_bytes, select_for
 from vaepar.jobs.plan import Task
 from vaepar.jobs.request import BatchRequest
 from vaepar.latents import VaeFacts
-from vaepar.latents.text import shown
+from vaepar.text import shown
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from vaepar.jobs.report import Observer, RunReport
 from vaepar.jobs.request import DecodeRequest
 from vaepar.jobs.run import BatchRun
 from vaepar.latents import LatentFacts, VaeFacts, read_header, read_latent, resolve, to_vae_input
-from vaepar.latents.text import shown
 from vaepar.media import BackgroundSink, OutputFormat, is_complete, open_sink, remove_stale_temps
 from vaepar.parallel.agreement import agree_on
 from vaepar.parallel.group import RankGroup
+from vaepar.text import shown
 
 
 def run_decode(request: DecodeRequest, group: RankGroup, observer: Observer) -> RunReport:

@@ -12,9 +12,10 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor
 
+from vaepar.atomic import remove_stale_temps
 from vaepar.autoencoders import VaeCapability
 from vaepar.autoencoders.feed import ReaderFeed
-from vaepar.errors import InputError, UsageError, VaeparError
+from vaepar.errors import InputError, OutputError, UsageError, VaeparError
 from vaepar.jobs.inputs import Source, apart, may_replace, shard_of
 from vaepar.jobs.models import batch_norm_of
 from vaepar.jobs.outputs import Outputs, make_folder
@@ -29,15 +30,14 @@ from vaepar.latents import (
     LatentState,
     VaeFacts,
     from_vae_output,
-    remove_stale_parts,
     write_comfyui,
     write_latent,
     write_musubi,
 )
-from vaepar.latents.text import shown
 from vaepar.media import FrameSource, MediaItem, PictureRules, find_media, open_source, parse_frames, peek
 from vaepar.parallel.agreement import agree_on
 from vaepar.parallel.group import RankGroup
+from vaepar.text import shown
 
 _SUFFIXES = {"vaepar": ".safetensors", "comfyui": ".latent", "musubi": "_latent.safetensors"}
 _WRITERS = {"vaepar": write_latent, "comfyui": write_comfyui, "musubi": write_musubi}
@@ -124,7 +124,10 @@ class _EncodeRun(BatchRun):
         if self.encoding.preview:
             with closing(open_source(item, self._rules())) as source:
                 preview = preview_of(task.out_base)
-                psnr = write_preview(preview, source, self._decoded(latent), speaks=self.is_owner)
+                try:
+                    psnr = write_preview(preview, source, self._decoded(latent), speaks=self.is_owner)
+                except OutputError as error:
+                    raise type(error)(f"the latents are written, their preview is not: {error}") from error
             task.row.outputs.append(str(preview))
             if psnr is not None:
                 task.row.notes.append(f"PSNR of the decoded latents: {psnr:.2f} dB")
@@ -238,7 +241,7 @@ class _EncodeRun(BatchRun):
             original_frames=source.original_frames if self._padded_frames(source) else None,
         )
         make_folder(path.parent)
-        remove_stale_parts(path)
+        remove_stale_temps(path.parent, path.name)
         _WRITERS[request.target](path, stored.to(getattr(torch, request.stored)), record)
 
     def _decoded(self, latent: Tensor) -> Iterator[Tensor]:

@@ -21,6 +21,7 @@ from vaepar.autoencoders.feed import TensorFeed
 from vaepar.autoencoders.selection import DIRECT, Selection
 from vaepar.errors import ModelError
 from vaepar.jobs.ghost import META, FusedAttention, GhostGroup, LiveBytes
+from vaepar.jobs.models import quiet_diffusers
 from vaepar.latents import VaeFacts
 from vaepar.parallel.group import SoloGroup
 
@@ -134,7 +135,7 @@ def pixel_shape(model: Any, facts: VaeFacts, latent_shape: tuple[int, ...]) -> t
 @lru_cache(maxsize=4)
 def _ghost(class_name: str, config: str, dtype: torch.dtype, tiles: tuple[int, int] | None) -> Any:
     try:
-        with torch.device(META):
+        with torch.device(META), quiet_diffusers():
             model = adapter_for(class_name).from_config(json.loads(config))
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError) as error:
         # diffusers takes a configuration as it is; what it cannot be built from fails somewhere inside its layers.

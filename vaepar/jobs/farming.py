@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from vaepar.errors import UsageError
-from vaepar.latents.text import shown
+from vaepar.text import shown
 
 AUTO = "auto"
 

@@ -79,7 +79,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     """
 
     def __init__(self, own: Sequence[Tensor] = (), *, unfolds: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self._unfolds = unfolds
         self.now = 0
         self.peak = 0

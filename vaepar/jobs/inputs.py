@@ -11,8 +11,8 @@ from pathlib import Path
 
 from vaepar.errors import InputError, UsageError
 from vaepar.jobs.farming import Shard
-from vaepar.latents.text import shown
 from vaepar.launch import World
+from vaepar.text import shown
 
 SUFFIXES = (".safetensors", ".latent")
 

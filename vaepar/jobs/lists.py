@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vaepar.errors import InputError
-from vaepar.latents.text import shown
 from vaepar.launch import World
+from vaepar.text import shown
 
 STDIN = "-"
 

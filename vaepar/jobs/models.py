@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vaepar.errors import ModelError, VaeparError
 from vaepar.latents import VaeFacts
-from vaepar.latents.text import listed, shown
+from vaepar.text import listed, shown
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +102,15 @@ def load_model(source: ModelSource, dtype: torch.dtype, device: torch.device, gr
 
     check_weights(source)
     adapter = adapter_for(source.facts.class_name)
-    with _quiet():
+    unknown = sorted(source.facts.config.keys() - inspect.signature(adapter.__init__).parameters.keys())
+    if unknown:
+        logger.warning(
+            "model %s: its config.json says %s, which %s does not know and ignores",
+            shown(source.spec),
+            listed(unknown, 6),
+            source.facts.class_name,
+        )
+    with quiet_diffusers():
         try:
             model, info = adapter.from_pretrained(
                 str(source.folder),
@@ -238,8 +247,8 @@ def _from_hub(spec: str, variant: str | None, allow_download: bool) -> Path:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep diffusers from writing progress bars and warnings that are raised as errors here anyway."""
+def quiet_diffusers() -> Iterator[None]:
+    """Keep diffusers from writing progress bars and warnings about what is said or raised here anyway."""
     from diffusers.utils import logging as diffusers_logging
 
     level = diffusers_logging.get_verbosity()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from vaepar.errors import UsageError
 from vaepar.jobs.report import Row
-from vaepar.latents.text import shown
+from vaepar.text import shown
 
 
 class Closing(Protocol):

@@ -14,8 +14,8 @@ from vaepar.jobs.inputs import Source, find_sources, may_replace, shard_of
 from vaepar.jobs.report import Row
 from vaepar.jobs.request import DecodeRequest
 from vaepar.latents import LatentFacts, VaeFacts, read_header, resolve
-from vaepar.latents.text import shown
 from vaepar.media import OutputFormat, is_complete
+from vaepar.text import shown
 
 
 @dataclass(kw_only=True)

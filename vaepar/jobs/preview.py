@@ -9,15 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vaepar.jobs.bench_statistics import psnr
 from vaepar.media import FrameSource, OutputFormat, open_sink
 
 _SHOWN = 4  # frames of a film
-
-
-def psnr(squared_error: float, values: int) -> float:
-    """Peak signal to noise ratio in dB for pixels in [-1, 1], whose peak is 2."""
-    mean = squared_error / values
-    return math.inf if mean == 0 else 10 * math.log10(4 / mean)
 
 
 def write_preview(path: Path, source: FrameSource, decoded: Iterator[Tensor], *, speaks: bool) -> float | None:
@@ -49,7 +44,8 @@ def write_preview(path: Path, source: FrameSource, decoded: Iterator[Tensor], *,
         return None
     sheet = torch.cat(rows, dim=-2)[:, None]
     height, width = sheet.shape[-2:]
-    ratio = psnr(error, values)
+    found_ratio = psnr(error / values)
+    ratio = math.inf if found_ratio is None else found_ratio
     metadata = {"source": path.name, "psnr_db": f"{ratio:.4f}"}
     with open_sink(
         path, OutputFormat(kind="png"), height=height, width=width, frames=1, metadata=metadata, overwrite=True

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from vaepar import __version__
+from vaepar.atomic import create_temp_file, discard, write_whole
 from vaepar.errors import InterruptedRunError, OutputError, UsageError
-from vaepar.latents.text import shown
+from vaepar.text import shown
 
 Status = Literal["ok", "skipped", "failed", "dropped", "not tried", "due"]
 
@@ -136,7 +135,7 @@ class RunReport:
         if not failed:
             return 0
         codes = {row.exit_code for row in failed}
-        worked = any(row.status in ("ok", "skipped") for row in self.rows)
+        worked = any(row.status in ("ok", "skipped", "due") for row in self.rows)
         return codes.pop() if len(codes) == 1 and not worked else 3
 
     @property
@@ -169,13 +168,13 @@ def check_report(path: Path) -> None:
         raise UsageError(f"--report {shown(path)} is no regular file; it is a file that is written or replaced")
     if path.exists() and not _is_json(path):
         raise UsageError(f"--report {shown(path)} is there and is no report; only a report is replaced")
-    probe = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        discard(create_temp_file(path))
     except OSError as error:
         raise UsageError(f"--report {shown(path)} cannot be written: {error.strerror or error}") from None
+    except OutputError as error:
+        raise UsageError(f"--report: {error}") from None
 
 
 def _is_json(path: Path) -> bool:
@@ -190,12 +189,4 @@ def _is_json(path: Path) -> bool:
 def write_report(path: Path, reports: RunReport | Sequence[RunReport]) -> None:
     """Write the report whole or not at all. Raises :class:`OutputError`."""
     data = reports.to_json() if isinstance(reports, RunReport) else [report.to_json() for report in reports]
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temp.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        temp.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temp.unlink()
-        raise OutputError(f"the report {shown(path)} cannot be written: {error.strerror or error}") from error
+    write_whole(path, (json.dumps(data, indent=2) + "\n").encode())

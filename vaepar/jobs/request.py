@@ -12,9 +12,9 @@ from vaepar.config import VaeParallelMode
 from vaepar.errors import UsageError
 from vaepar.jobs.farming import Farming
 from vaepar.latents import LatentLayout, LatentRequest, LatentState
-from vaepar.latents.text import shown
 from vaepar.media import FrameRange, OutputFormat
 from vaepar.media.formats import Kind
+from vaepar.text import shown
 
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp64": "float64"}

@@ -42,9 +42,9 @@ from vaepar.jobs.request import BatchRequest
 from vaepar.jobs.retreat import Effort, apply_effort, effort_of, kept_settings
 from vaepar.jobs.stop import Stop
 from vaepar.latents import VaeFacts
-from vaepar.latents.text import shown
 from vaepar.parallel.agreement import agree_on, agreed
 from vaepar.parallel.group import RankGroup
+from vaepar.text import shown
 
 logger = logging.getLogger(__name__)
 

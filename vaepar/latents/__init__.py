@@ -8,7 +8,7 @@ from vaepar.latents.contract import LatentFacts, LatentHeader, LatentLayout, Lat
 from vaepar.latents.header import read_header
 from vaepar.latents.resolve import resolve
 from vaepar.latents.tensors import count_nonfinite, from_vae_output, read_latent, to_vae_input
-from vaepar.latents.writer import LatentRecord, remove_stale_parts, write_comfyui, write_latent, write_musubi
+from vaepar.latents.writer import LatentRecord, write_comfyui, write_latent, write_musubi
 
 __all__ = [
     "LatentFacts",
@@ -22,7 +22,6 @@ __all__ = [
     "from_vae_output",
     "read_header",
     "read_latent",
-    "remove_stale_parts",
     "resolve",
     "to_vae_input",
     "write_comfyui",

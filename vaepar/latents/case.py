@@ -9,8 +9,8 @@ from typing import NoReturn
 from vaepar.errors import AmbiguousInputError
 from vaepar.latents.contract import LatentHeader, LatentRequest
 from vaepar.latents.safetensors_header import refuse
-from vaepar.latents.text import shown
 from vaepar.latents.vae_facts import VaeFacts
+from vaepar.text import shown
 
 _log = logging.getLogger(__name__)
 

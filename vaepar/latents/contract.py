@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vaepar.errors import UsageError
-from vaepar.latents.text import listed, shown
 from vaepar.latents.vae_facts import VaeFacts
+from vaepar.text import listed, shown
 
 __all__ = [
     "FAMILY_LAYOUTS",
@@ -111,7 +111,7 @@ class LatentHeader:
         key: name of the latent tensor in it.
         shape: its axes as stored.
         dtype: its dtype in safetensors' spelling: ``F64``, ``F32``, ``F16`` or ``BF16``.
-        metadata: the file's own strings (untrusted: use :func:`vaepar.latents.text.shown` to print them).
+        metadata: the file's own strings (untrusted: use :func:`vaepar.text.shown` to print them).
         producer: ``vaepar``, ``comfyui``, ``musubi`` or ``plain``, by the keys and the metadata.
         other_keys: names of the further tensors in the file.
         file_bytes: size of the file.

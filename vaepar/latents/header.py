@@ -9,7 +9,7 @@ from pathlib import Path
 from vaepar.errors import AmbiguousInputError, InputError
 from vaepar.latents.contract import LatentHeader
 from vaepar.latents.safetensors_header import TensorEntry, read_safetensors_header, refuse
-from vaepar.latents.text import listed, shape_text, shown
+from vaepar.text import listed, shape_text, shown
 
 FORMAT_KEY = "vaepar.format"
 PLAIN_KEYS = ("latents", "latent", "samples")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vaepar.errors import UsageError
 from vaepar.latents.contract import LatentLayout
-from vaepar.latents.text import shape_text
+from vaepar.text import shape_text
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from vaepar.latents.case import Case, count, pair, wxh
 from vaepar.latents.contract import LatentFacts, LatentHeader, LatentLayout, LatentRequest, LatentState
 from vaepar.latents.header import COMFYUI_VERSION_KEY, FORMAT_KEY
 from vaepar.latents.shapes import settle_layout, settle_shape
-from vaepar.latents.text import listed, shown
 from vaepar.latents.vae_facts import VaeFacts
+from vaepar.text import listed, shown
 
 __all__ = ["COMFYUI_LEGACY_FACTOR", "resolve"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from vaepar.errors import InputError
-from vaepar.latents.text import listed, shape_text, shown
+from vaepar.text import listed, shape_text, shown
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from vaepar.latents.case import Case, pair, wxh
 from vaepar.latents.contract import FAMILY_LAYOUTS, LAYOUT_AXES, LatentLayout
 from vaepar.latents.header import musubi_metadata
-from vaepar.latents.text import shape_text, shown
+from vaepar.text import shape_text, shown
 
 _L = LatentLayout
 

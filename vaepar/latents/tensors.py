@@ -17,8 +17,8 @@ from vaepar.latents.header import read_header
 from vaepar.latents.normalise import BatchNorm, arithmetic_for, cast_first, denormalise, normalise, raw_deviation
 from vaepar.latents.packing import pack, unpack
 from vaepar.latents.safetensors_header import refuse
-from vaepar.latents.text import shape_text, shown
 from vaepar.latents.vae_facts import VaeFacts
+from vaepar.text import shape_text, shown
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vaepar.errors import ModelError
-from vaepar.latents.text import listed, shown
+from vaepar.text import listed, shown
 
 VIDEO_FAMILIES = frozenset({"qwenimage", "wan"})
 """Families whose VAE takes [B, C, F, H, W]; the others take [B, C, H, W]."""
@@ -205,6 +205,12 @@ def _wan(config: _Config) -> dict[str, Any]:
     facts = _causal(config)
     patch = 1 if config.given("patch_size") is None else config.count("patch_size", 1)
     facts["spatial_ratio"] *= patch
+    for key, made in (("scale_factor_spatial", "spatial_ratio"), ("scale_factor_temporal", "temporal_ratio")):
+        said = config.given(key)
+        if said is not None and said != facts[made]:
+            raise ModelError(
+                f"AutoencoderKLWan: {key} is {shown(repr(said))}; the layers of this configuration make {facts[made]}"
+            )
     # Wan 2.2's residual VAE belongs to the 24 fps model; every model with the 2.1 VAE makes 16 fps.
     return {**facts, "family": "wan", "default_fps": 24 if config.given("is_residual") else 16}
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hashlib
 import json
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vaepar.errors import DiskFullError, OutputError, UsageError
+from vaepar.atomic import write_whole
+from vaepar.errors import UsageError
 from vaepar.latents.contract import FAMILY_LAYOUTS, LAYOUT_AXES, LatentLayout, LatentState
 from vaepar.latents.header import COMFYUI_KEY, COMFYUI_VERSION_KEY, FORMAT_KEY, READABLE_DTYPES
-from vaepar.latents.text import shape_text, shown
 from vaepar.latents.vae_facts import VaeFacts
+from vaepar.text import shape_text, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,45 +170,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
     from safetensors.torch import save
 
     data = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, metadata=metadata)
-    temporary = _part(path, os.getpid())
-    temporary.unlink(missing_ok=True)
-    try:
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                _sync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-    except OSError as error:
-        kind = DiskFullError if error.errno in _NO_SPACE else OutputError
-        raise kind(f"{shown(path)}: cannot be written: {shown(error.strerror or error)}") from None
-
-
-def remove_stale_parts(path: Path) -> None:
-    """Remove what killed processes of this machine left of the output ``path``."""
-    for part in path.parent.glob(_part(path, "*").name):
-        number = part.name.split(".")[-2]
-        if number.isdecimal() and not Path("/proc", number).exists():
-            part.unlink(missing_ok=True)
-
-
-def _part(path: Path, process: int | str) -> Path:
-    """The temporary name of an output: short whatever its own, and telling whose it is."""
-    tag = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
-    return path.with_name(f".{tag}.{socket.gethostname()}.{process}.vaepar-part")
-
-
-def _sync(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems have no fsync; that says nothing about the data.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
+    write_whole(path, data)
 
 
 def _check_tensor(tensor: Tensor, record: LatentRecord) -> None:

@@ -1,6 +1,6 @@
 """Pictures and videos out and in: quantised once and named only when whole; read as streams that fit the VAE."""
 
-from vaepar.media.atomic import remove_stale_temps
+from vaepar.atomic import remove_stale_temps
 from vaepar.media.background import BackgroundSink
 from vaepar.media.find import MediaItem, find_media
 from vaepar.media.formats import CODECS, OutputFormat, parse_fps

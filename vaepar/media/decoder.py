@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from vaepar.errors import InputError, OutputError
-from vaepar.media.atomic import shown
 from vaepar.media.ffmpeg import ffmpeg_exe
+from vaepar.text import quoted
 
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif"
 
@@ -40,7 +40,7 @@ _HARMLESS = re.compile(
 
 def check_plain_file(path: Path, wanted: str) -> None:
     """Raise InputError unless ``path`` is a file with content that may be read; ``wanted`` is what should be there."""
-    name = shown(path)
+    name = quoted(path)
     try:
         if not path.is_file():  # a named pipe would never end, nor even open
             raise InputError(f"{name} is {'no plain file' if path.exists() else 'not there'}; {wanted} is needed")
@@ -91,7 +91,8 @@ def ask(
         raise InputError(f"{name}: ffmpeg did not answer within {timeout:g} s") from None
     except OSError as exc:
         raise InputError(
-            f"ffmpeg {shown(exe)} cannot be run to read {name}: {exc.strerror or exc}; IMAGEIO_FFMPEG_EXE names another"
+            f"ffmpeg {quoted(exe)} cannot be run to read {name}: {exc.strerror or exc}; "
+            "IMAGEIO_FFMPEG_EXE names another"
         ) from exc
     return Answer(result.returncode, result.stdout, result.stderr)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from vaepar.errors import DiskFullError, OutputError
-from vaepar.media.atomic import shown
+from vaepar.text import quoted
 
 BASE_ARGUMENTS = ("-hide_banner", "-nostdin", "-loglevel", "error", "-nostats")
 
@@ -67,7 +67,7 @@ def check_encodes(arguments: tuple[str, ...], frame_bytes: int, what: str) -> No
 def _check_encodes(exe: str, stamp: tuple[int, int], arguments: tuple[str, ...], frame_bytes: int, what: str) -> None:
     result = _run(exe, (*BASE_ARGUMENTS, *arguments, "-f", "null", "-"), what, stdin=bytes(frame_bytes))
     if result.returncode != 0:
-        raise OutputError(f"ffmpeg {shown(exe)} cannot encode {what}: {_describe(result.returncode, result.stderr)}")
+        raise OutputError(f"ffmpeg {quoted(exe)} cannot encode {what}: {_describe(result.returncode, result.stderr)}")
 
 
 def count_packets(file: Path, what: str) -> int:
@@ -184,10 +184,10 @@ def _run(exe: str, arguments: tuple[str, ...], what: str, stdin: bytes = b"") ->
             (exe, *arguments), input=stdin, capture_output=True, start_new_session=True, timeout=_PROBE_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        raise OutputError(f"ffmpeg {shown(exe)} did not answer within {_PROBE_TIMEOUT_S:g} s for {what}") from None
+        raise OutputError(f"ffmpeg {quoted(exe)} did not answer within {_PROBE_TIMEOUT_S:g} s for {what}") from None
     except OSError as exc:
         raise OutputError(
-            f"ffmpeg {shown(exe)} cannot be run: {exc.strerror or exc}; IMAGEIO_FFMPEG_EXE names another"
+            f"ffmpeg {quoted(exe)} cannot be run: {exc.strerror or exc}; IMAGEIO_FFMPEG_EXE names another"
         ) from exc
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from vaepar.media.atomic import shown
 from vaepar.media.frame_range import FrameRange
+from vaepar.text import quoted
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff")
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".gif")
@@ -94,15 +94,15 @@ def _expand(text: str, recursive: bool, frames: FrameRange | None, sequences: bo
         if _PATTERN.search(path.name):
             return [_pattern(path, frames)]
         if not glob.has_magic(text):
-            return [_problem(path, f"{shown(text)}: no such file or folder")]
+            return [_problem(path, f"{quoted(text)}: no such file or folder")]
         matches = [Path(match) for match in sorted(glob.glob(text, recursive=True), key=natural_key)]  # noqa: PTH207
         items = [_file(match, frames) for match in matches if _is_media(match)]
         for match in matches:
             items.extend(_folder(match, recursive, frames, sequences) if match.is_dir() else ())
-        return items or [_problem(path, f"{shown(text)}: no {_MEDIA} matches this pattern")]
+        return items or [_problem(path, f"{quoted(text)}: no {_MEDIA} matches this pattern")]
     except (OSError, ValueError) as exc:  # ValueError: a null byte in the name
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-        return [_problem(path, f"{shown(text)}: cannot be looked at: {reason}")]
+        return [_problem(path, f"{quoted(text)}: cannot be looked at: {reason}")]
 
 
 def _folder(top: Path, recursive: bool, frames: FrameRange | None, sequences: bool) -> Iterator[MediaItem]:
@@ -137,20 +137,20 @@ def _file(path: Path, frames: FrameRange | None) -> MediaItem:
     if suffix in VIDEO_SUFFIXES:
         return MediaItem(kind="video", path=path, stem=path.stem, frames=frames)
     if suffix not in PICTURE_SUFFIXES:
-        return _problem(path, f"{shown(path)}: {shown(path.suffix)} is no {_MEDIA}")
+        return _problem(path, f"{quoted(path)}: {quoted(path.suffix)} is no {_MEDIA}")
     if frames is not None:
-        return _problem(path, f"{shown(path)}: frames {frames} are asked for, and a single picture has none")
+        return _problem(path, f"{quoted(path)}: frames {frames} are asked for, and a single picture has none")
     return MediaItem(kind="still", path=path, stem=path.stem)
 
 
 def _pattern(path: Path, frames: FrameRange | None) -> MediaItem:
     match = _PATTERN.search(path.name)
     if match is None or _PATTERN.search(path.name, match.end()):
-        return _problem(path, f"{shown(path)}: a sequence has one place for its number, like %04d or ####")
+        return _problem(path, f"{quoted(path)}: a sequence has one place for its number, like %04d or ####")
     if path.suffix.lower() not in PICTURE_SUFFIXES:
-        return _problem(path, f"{shown(path)}: {shown(path.suffix)} is no picture; {', '.join(PICTURE_SUFFIXES)} are")
+        return _problem(path, f"{quoted(path)}: {quoted(path.suffix)} is no picture; {', '.join(PICTURE_SUFFIXES)} are")
     if not path.parent.is_dir():
-        return _problem(path, f"{shown(path)}: folder {shown(path.parent)} does not exist")
+        return _problem(path, f"{quoted(path)}: folder {quoted(path.parent)} does not exist")
     digits = int(match["digits"] or 1) if match["hashes"] is None else len(match["hashes"])
     head, tail = path.name[: match.start()], path.name[match.end() :]
     number = re.compile(re.escape(head) + rf"(\d{{{digits},}})" + re.escape(tail), re.ASCII | re.DOTALL)
@@ -170,11 +170,11 @@ def _sequence(path: Path, stem: str, numbered: list[tuple[int, Path]], frames: F
     by_number: dict[int, Path] = {}
     for number, file in sorted(numbered, key=lambda pair: (pair[0], pair[1].name)):
         if number in by_number:
-            names = f"{shown(by_number[number].name)} and {shown(file.name)}"
-            return _problem(path, f"{shown(path)}: frame {number} is there twice, as {names}")
+            names = f"{quoted(by_number[number].name)} and {quoted(file.name)}"
+            return _problem(path, f"{quoted(path)}: frame {number} is there twice, as {names}")
         by_number[number] = file
     if not by_number:
-        return _problem(path, f"{shown(path)}: no picture has such a name")
+        return _problem(path, f"{quoted(path)}: no picture has such a name")
     low, high = min(by_number), max(by_number)
     missing = []
     for wanted in frames if frames is not None else range(low, high + 1):
@@ -186,7 +186,7 @@ def _sequence(path: Path, stem: str, numbered: list[tuple[int, Path]], frames: F
         more = " and more" if len(missing) > _MOST_NAMED else ""
         listed = ", ".join(map(str, missing[:_MOST_NAMED])) + more
         there = f"{len(by_number)} frames from {low} to {high} are there"
-        return _problem(path, f"{shown(path)}: frame {listed} of the sequence is missing; {there}")
+        return _problem(path, f"{quoted(path)}: frame {listed} of the sequence is missing; {there}")
     files = tuple(by_number[n] for n in frames) if frames is not None else tuple(by_number.values())
     return MediaItem(kind="sequence", path=path, stem=stem, files=files)
 
@@ -195,7 +195,7 @@ _MEDIA = f"picture ({', '.join(PICTURE_SUFFIXES)}) or video ({', '.join(VIDEO_SU
 
 
 def _no_media(path: Path) -> str:
-    return f"{shown(path)}: the folder holds no {_MEDIA}"
+    return f"{quoted(path)}: the folder holds no {_MEDIA}"
 
 
 def _problem(path: Path, text: str) -> MediaItem:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vaepar.errors import UsageError
-from vaepar.media.atomic import shown
+from vaepar.text import quoted
 
 _PART = re.compile(r"(?P<first>\d{1,9})(?:-(?P<last>\d{1,9})(?:x(?P<step>\d{1,9}))?)?", re.ASCII)
 _ALLOWED = "frames are numbers and ranges, ascending, as in 1-100, 1-100x2 (every second) or 1-10,20"
@@ -75,12 +75,12 @@ def parse_frames(text: str) -> FrameRange:
     for piece in text.replace(" ", "").split(","):
         match = _PART.fullmatch(piece)
         if match is None:
-            raise UsageError(f"frames are {shown(text)}; {_hint(piece)}{_ALLOWED}")
+            raise UsageError(f"frames are {quoted(text)}; {_hint(piece)}{_ALLOWED}")
         first = int(match["first"])
         last = first if match["last"] is None else int(match["last"])
         step = 1 if match["step"] is None else int(match["step"])
         if last < first or step < 1:
-            raise UsageError(f"frames are {shown(text)}; {shown(piece)} holds no frame; {_ALLOWED}")
+            raise UsageError(f"frames are {quoted(text)}; {quoted(piece)} holds no frame; {_ALLOWED}")
         parts.append(range(first, last + 1, step))
     return FrameRange(tuple(parts))
 

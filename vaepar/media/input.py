@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from vaepar.errors import InputError
-from vaepar.media.atomic import shown
 from vaepar.media.find import MediaItem
 from vaepar.media.source import FrameSource, PictureRules
+from vaepar.text import quoted
 
 
 def open_source(item: MediaItem, rules: PictureRules) -> FrameSource:
@@ -22,7 +22,7 @@ def open_source(item: MediaItem, rules: PictureRules) -> FrameSource:
         raise InputError(item.problem)
     if item.kind == "video":
         return VideoSource(item.path, rules, item.frames)
-    return PictureSource(shown(item.path), item.files or (item.path,), rules)
+    return PictureSource(quoted(item.path), item.files or (item.path,), rules)
 
 
 def peek(item: MediaItem, rules: PictureRules) -> tuple[int, int, int | None]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from vaepar.atomic import output_error
 from vaepar.errors import OutputError, UsageError
-from vaepar.media.atomic import output_error, shown
 from vaepar.media.formats import OutputFormat
 from vaepar.media.png import PngSequenceSink, PngSink, is_complete_file, is_complete_sequence, refuse_existing
 from vaepar.media.sink import FrameSink, Target
 from vaepar.media.video import VideoSink
+from vaepar.text import quoted
 
 
 def open_sink(
@@ -57,7 +58,7 @@ def open_sink(
         raise output_error(exc, target.path, "replace") from exc
     if fmt.kind == "png":
         if frames not in (None, 1):
-            raise UsageError(f"{shown(path)} is promised {frames} frames; a png holds one, a png-sequence many")
+            raise UsageError(f"{quoted(path)} is promised {frames} frames; a png holds one, a png-sequence many")
         return PngSink(target)
     if fmt.kind == "png-sequence":
         return PngSequenceSink(target)
@@ -76,12 +77,12 @@ def is_complete(path: Path, fmt: OutputFormat) -> bool:
 def _check_name(target: Target) -> None:
     path, suffix = target.path, target.format.suffix
     if not path.name or path.name == ".." or "\0" in str(path):
-        raise UsageError(f"output {shown(path)} has no name that a file can have")
+        raise UsageError(f"output {quoted(path)} has no name that a file can have")
     if path.suffix.lower() != suffix and suffix:
-        raise UsageError(f"output {shown(path)} is written as {target.format.kind}; its name ends in {suffix}")
+        raise UsageError(f"output {quoted(path)} is written as {target.format.kind}; its name ends in {suffix}")
     if not path.parent.is_dir():
         found = "is not a folder" if path.parent.exists() else "does not exist"
-        raise OutputError(f"cannot write {shown(path)}: folder {shown(path.parent)} {found}")
+        raise OutputError(f"cannot write {quoted(path)}: folder {quoted(path.parent)} {found}")
     try:
         path.lstat()
     except FileNotFoundError:

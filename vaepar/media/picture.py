@@ -16,10 +16,10 @@ from typing import IO, TYPE_CHECKING
 import numpy as np
 
 from vaepar.errors import InputError
-from vaepar.media.atomic import shown
 from vaepar.media.colour_profile import to_srgb
 from vaepar.media.decoder import ask, check_plain_file, input_arguments
 from vaepar.media.fitting import oversize_error
+from vaepar.text import quoted
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -94,7 +94,7 @@ def _opened(path: Path, rules: PictureRules) -> Iterator[tuple[Image.Image, list
     """The opened picture, its header checked, and notes to add to. Whatever Pillow raises or warns of is translated."""
     from PIL import Image
 
-    name = shown(path)
+    name = quoted(path)
     notes: list[str] = []
     check_plain_file(path, "a PNG, JPEG, WebP or TIFF picture")
     with _WARNINGS, warnings.catch_warnings(record=True) as caught:
@@ -163,14 +163,14 @@ def _deep_format(image: Image.Image, path: Path) -> str | None:
         if depth != 16:
             return None
     elif image.format == "TIFF":
-        tags = image.tag_v2  # type: ignore[attr-defined]
+        tags = image.tag_v2  # type: ignore[attr-defined]  # of TIFF files only
         bits = tags.get(_TIFF_BITS, (1,))
         if image.mode in ("I;16", "I;16B", "I;16L") or 16 not in bits:
             return None
         channels = len(bits)
         if set(bits) != {16} or tags.get(_TIFF_PHOTOMETRIC) != (1 if channels < 3 else 2):
             raise InputError(
-                f"{shown(path)} is a 16-bit TIFF in {image.mode}; grey, RGB and RGBA are read with 16 bits"
+                f"{quoted(path)} is a 16-bit TIFF in {image.mode}; grey, RGB and RGBA are read with 16 bits"
             )
     else:
         return None
@@ -194,11 +194,11 @@ def _deep(path: Path, demuxer: str, pix_fmt: str, size: tuple[int, int], rules: 
             "-noautorotate", "-f", demuxer, *input_arguments(path, rules.max_pixels, demuxer),
             "-frames:v", "1", "-pix_fmt", pix_fmt, "-f", "rawvideo", "pipe:1",
         ),
-        shown(path),
+        quoted(path),
     )  # fmt: skip
     pixels = np.frombuffer(answer.stdout, dtype="<u2").astype(np.uint16)
     if answer.failed or pixels.size != size[0] * size[1] * channels:
-        raise InputError(f"{shown(path)} cannot be read with 16 bits: {answer.reason}")
+        raise InputError(f"{quoted(path)} cannot be read with 16 bits: {answer.reason}")
     return pixels.reshape(*size, channels)
 
 
@@ -207,12 +207,12 @@ def _shallow(image: Image.Image, path: Path, notes: list[str]) -> Pixels:
     mode = image.mode
     if mode.startswith("I;16"):
         grey = np.asarray(image).astype(np.uint16)[..., None]
-        if image.tag_v2.get(_TIFF_PHOTOMETRIC) == 0:  # type: ignore[attr-defined]  # only TIFF has this mode here
+        if image.tag_v2.get(_TIFF_PHOTOMETRIC) == 0:  # type: ignore[attr-defined]  # of TIFF files only  # only TIFF has this mode here
             grey = 65535 - grey
         return grey
     if mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe" not in image.info:
         raise InputError(
-            f"{shown(path)} is a CMYK JPEG without Adobe's mark, so whether 0 means ink or paper is not said; "
+            f"{quoted(path)} is a CMYK JPEG without Adobe's mark, so whether 0 means ink or paper is not said; "
             "save it as RGB, or as CMYK with the mark"
         )
     if mode in ("RGBa", "La", "PA") or (mode in ("P", "1", "L", "RGB") and "transparency" in image.info):
@@ -225,7 +225,7 @@ def _shallow(image: Image.Image, path: Path, notes: list[str]) -> Pixels:
         image = image.convert("RGB")
     if image.mode not in ("L", "LA", "RGB", "RGBA", "CMYK"):
         raise InputError(
-            f"{shown(path)} has pixels of the kind {mode}; grey, palette, RGB, RGBA and CMYK of 8 bits are read, "
+            f"{quoted(path)} has pixels of the kind {mode}; grey, palette, RGB, RGBA and CMYK of 8 bits are read, "
             "grey, RGB and RGBA of 16 bits"
         )
     image, note = to_srgb(image, image.info.get("icc_profile"))
@@ -247,7 +247,7 @@ def _turned(pixels: Pixels, orientation: int) -> Pixels:
 
 def _tiff_facts(image: Image.Image) -> tuple[int, int, int]:
     """Height and width as stored (Pillow's are turned already, in some versions) and the orientation."""
-    tags = image.tag_v2  # type: ignore[attr-defined]
+    tags = image.tag_v2  # type: ignore[attr-defined]  # of TIFF files only
     return int(tags[_TIFF_HEIGHT]), int(tags[_TIFF_WIDTH]), int(tags.get(_ORIENTATION, 1))
 
 

@@ -8,12 +8,12 @@ from fractions import Fraction
 from pathlib import Path
 
 from vaepar.errors import InputError, UsageError
-from vaepar.media.atomic import shown
 from vaepar.media.fitting import Pixels, plan_frames, plan_size, settle_channels
 from vaepar.media.formats import parse_fps
 from vaepar.media.picture import picture_size, read_picture
 from vaepar.media.png import MANIFEST
 from vaepar.media.source import FrameSource, PictureRules
+from vaepar.text import quoted
 
 
 class PictureSource(FrameSource):
@@ -71,7 +71,7 @@ def manifest_fps(files: Sequence[Path]) -> Fraction | None:
 
 def _settled(file: Path, rules: PictureRules, notes: dict[str, None]) -> Pixels:
     picture = read_picture(file, rules)
-    pixels, note = settle_channels(picture.pixels, rules, shown(file))
+    pixels, note = settle_channels(picture.pixels, rules, quoted(file))
     notes.update(dict.fromkeys((*picture.notes, *([note] if note else []))))
     return pixels
 
@@ -79,6 +79,6 @@ def _settled(file: Path, rules: PictureRules, notes: dict[str, None]) -> Pixels:
 def _check_size(file: Path, found: tuple[int, int], wanted: tuple[int, int], first: Path) -> None:
     if found != wanted:
         raise InputError(
-            f"{shown(file)} is {found[1]}x{found[0]}; the sequence began with {wanted[1]}x{wanted[0]} "
-            f"({shown(first.name)}), and all its pictures must have one size"
+            f"{quoted(file)} is {found[1]}x{found[0]}; the sequence began with {wanted[1]}x{wanted[0]} "
+            f"({quoted(first.name)}), and all its pictures must have one size"
         )

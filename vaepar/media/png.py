@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vaepar.atomic import commit_file, commit_folder, create_temp_file, create_temp_folder, sync_file
 from vaepar.errors import OutputError
-from vaepar.media.atomic import commit_file, commit_folder, create_temp_file, create_temp_folder, shown, sync_file
 from vaepar.media.sink import Target, TargetSink
+from vaepar.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +44,7 @@ class PngSink(TargetSink):
 
     def _check_single(self, count: int) -> None:
         if count > 1:
-            raise OutputError(f"{shown(self.target.path)} got {count} frames; a png holds one, a png-sequence many")
+            raise OutputError(f"{quoted(self.target.path)} got {count} frames; a png holds one, a png-sequence many")
 
     def _commit(self) -> None:
         refuse_existing(self.target)
@@ -60,7 +61,7 @@ class PngSequenceSink(TargetSink):
     def _append(self, pixels: npt.NDArray[np.uint8]) -> None:
         for frame in pixels:
             if self._cancelled.is_set():
-                raise OutputError(f"{shown(self.target.path)} was aborted")
+                raise OutputError(f"{quoted(self.target.path)} was aborted")
             file = self._temp / f"frame_{len(self._entries) + 1:05d}.png"
             _save_png(file, frame, _level(self.target), {})
             self._entries.append({"name": file.name, "bytes": file.stat().st_size})
@@ -110,19 +111,19 @@ def refuse_existing(target: Target) -> None:
         return
     if target.format.kind != "png-sequence":
         if path.is_dir():
-            raise OutputError(f"{shown(path)} is a folder; a {target.format.kind} is written as a file")
+            raise OutputError(f"{quoted(path)} is a folder; a {target.format.kind} is written as a file")
         if not target.overwrite and is_complete_file(path):
-            raise OutputError(f"{shown(path)} exists; it is replaced only if overwriting is asked for")
+            raise OutputError(f"{quoted(path)} exists; it is replaced only if overwriting is asked for")
         return
     if path.is_symlink() or not path.is_dir():
-        raise OutputError(f"{shown(path)} is not a plain folder; a png-sequence is written as a folder")
+        raise OutputError(f"{quoted(path)} is not a plain folder; a png-sequence is written as a folder")
     foreign = [entry.name for entry in path.iterdir() if entry.name != MANIFEST and not _is_frame(entry)]
     if foreign:
         raise OutputError(
-            f"{shown(path)} holds {shown(foreign[0])}, not a frame of ours; such a folder is not replaced"
+            f"{quoted(path)} holds {quoted(foreign[0])}, not a frame of ours; such a folder is not replaced"
         )
     if not target.overwrite and is_complete_sequence(path):
-        raise OutputError(f"{shown(path)} exists; it is replaced only if overwriting is asked for")
+        raise OutputError(f"{quoted(path)} exists; it is replaced only if overwriting is asked for")
 
 
 def is_complete_file(path: Path) -> bool:

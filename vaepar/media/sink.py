@@ -9,10 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from vaepar.atomic import discard, output_error
 from vaepar.errors import OutputError, UsageError
-from vaepar.media.atomic import discard, output_error, shown
 from vaepar.media.formats import OutputFormat
 from vaepar.media.quantise import check_frames, quantise
+from vaepar.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,10 +102,10 @@ class Target:
             if name == "frames" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{name} of {shown(self.path)} is {value!r}; it is a whole number, 1 or more")
+                raise UsageError(f"{name} of {quoted(self.path)} is {value!r}; it is a whole number, 1 or more")
         for key, text in self.metadata.items():
             if not isinstance(key, str) or not isinstance(text, str):
-                raise UsageError(f"metadata {key!r} of {shown(self.path)} is {type(text).__name__}; it maps str to str")
+                raise UsageError(f"metadata {key!r} of {quoted(self.path)} is {type(text).__name__}; both are str")
 
     @property
     def channels(self) -> tuple[int, ...]:
@@ -135,10 +136,10 @@ class TargetSink(FrameSink):
 
     def quantise(self, frames: torch.Tensor) -> npt.NDArray[np.uint8]:
         # Aborts nothing: it may run beside a write of another thread, which must end before its files can go.
-        check_frames(frames, f"the frames of {shown(self.target.path)}")
+        check_frames(frames, f"the frames of {quoted(self.target.path)}")
         c, t, h, w = frames.shape
         self._check_shape((t, h, w, c))
-        return quantise(frames, allow_nonfinite=self.target.format.allow_nonfinite, name=shown(self.target.path))
+        return quantise(frames, allow_nonfinite=self.target.format.allow_nonfinite, name=quoted(self.target.path))
 
     def write(self, frames: torch.Tensor) -> None:
         self._check_open()
@@ -153,7 +154,7 @@ class TargetSink(FrameSink):
         self._check_open()
         try:
             if pixels.dtype.name != "uint8":
-                raise UsageError(f"pixels of {shown(self.target.path)} are {pixels.dtype}; they are uint8")
+                raise UsageError(f"pixels of {quoted(self.target.path)} are {pixels.dtype}; they are uint8")
             self._check_shape(pixels.shape)
             self._check_count(self._written + pixels.shape[0])
             try:
@@ -173,7 +174,7 @@ class TargetSink(FrameSink):
             promised = self.target.frames
             if self._written != (promised or self._written) or not self._written:
                 wanted = "at least 1" if promised is None else str(promised)
-                raise OutputError(f"{shown(self.target.path)} got {self._written} frames; promised were {wanted}")
+                raise OutputError(f"{quoted(self.target.path)} got {self._written} frames; promised were {wanted}")
             try:
                 self._commit()
             except OSError as exc:
@@ -219,27 +220,27 @@ class TargetSink(FrameSink):
         if self._error is not None:
             raise self._error
         if self._aborted or self._cancelled.is_set():
-            raise OutputError(f"{shown(self.target.path)} was aborted; it takes no more frames")
+            raise OutputError(f"{quoted(self.target.path)} was aborted; it takes no more frames")
         if self._paths is not None:
-            raise OutputError(f"{shown(self.target.path)} is finished; it takes no more frames")
+            raise OutputError(f"{quoted(self.target.path)} is finished; it takes no more frames")
 
     def _check_count(self, count: int) -> None:
         promised = self.target.frames
         if promised is not None and count > promised:
-            raise OutputError(f"{shown(self.target.path)} got frame {promised + 1}; promised were {promised} frames")
+            raise OutputError(f"{quoted(self.target.path)} got frame {promised + 1}; promised were {promised} frames")
 
     def _check_shape(self, shape: tuple[int, ...]) -> None:
         """Of pixels [t, H, W, C]."""
         target = self.target
         if len(shape) != 4 or shape[1:3] != (target.height, target.width):
             raise UsageError(
-                f"frames [t, H, W, C] of {shown(target.path)} are {list(shape)}; "
+                f"frames [t, H, W, C] of {quoted(target.path)} are {list(shape)}; "
                 f"the output is {target.height} high and {target.width} wide and is never resized"
             )
         allowed = target.channels if self._channels is None else (self._channels,)
         if shape[3] not in allowed:
             raise UsageError(
-                f"frames of {shown(target.path)} have {shape[3]} channels; "
+                f"frames of {quoted(target.path)} have {shape[3]} channels; "
                 f"this {target.format.kind} takes {' or '.join(map(str, allowed))}"
             )
         self._channels = shape[3]

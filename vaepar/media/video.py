@@ -6,11 +6,12 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from vaepar.atomic import commit_file, create_temp_file
 from vaepar.errors import OutputError
-from vaepar.media.atomic import commit_file, create_temp_file, shown
 from vaepar.media.ffmpeg import EncoderProcess, check_encodes, count_packets
 from vaepar.media.png import METADATA_KEY, metadata_json, refuse_existing
 from vaepar.media.sink import Target, TargetSink
+from vaepar.text import quoted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,7 +49,7 @@ class VideoSink(TargetSink):
         arguments += ["-map", "0:v:0", *encoder_arguments(target.format), *_muxer_arguments(target.format)]
         # An absolute path behind the protocol's name: "-x.mp4", "a:b.mp4" and "%d.mp4" are plain names then.
         arguments += ["-y", f"file:{self._temp.absolute()}"]
-        return EncoderProcess(tuple(arguments), shown(target.path), metadata)
+        return EncoderProcess(tuple(arguments), quoted(target.path), metadata)
 
     def _append(self, pixels: npt.NDArray[np.uint8]) -> None:
         import numpy as np
@@ -58,7 +59,7 @@ class VideoSink(TargetSink):
 
     def _commit(self) -> None:
         self._encoder.finish()
-        name = shown(self.target.path)
+        name = quoted(self.target.path)
         count = count_packets(self._temp.absolute(), name)
         if count != self._written:
             raise OutputError(f"{name} was given {self._written} frames and holds {count}; it is not kept")
@@ -80,7 +81,7 @@ def check_size(target: Target) -> None:
     step_h, step_w = target.format.size_step
     if target.height % step_h or target.width % step_w:
         raise OutputError(
-            f"{shown(target.path)} is {target.width}x{target.height}; {target.format.pix_fmt} needs an even "
+            f"{quoted(target.path)} is {target.width}x{target.height}; {target.format.pix_fmt} needs an even "
             f"{'width and height' if step_h == 2 else 'width'}: ask for pix_fmt yuv444p, which takes any size"
         )
 

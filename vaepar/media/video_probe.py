@@ -14,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from vaepar.errors import InputError
-from vaepar.media.atomic import shown
 from vaepar.media.decoder import Answer, ask, check_plain_file, input_arguments, reader_exe
+from vaepar.text import quoted
 
 _FRAME = re.compile(r"fmt:(\w+) .*?sar:(\d+)/(\d+) s:(\d+)x(\d+) i:(\w)")
 _COLOUR = re.compile(r"color_range:(\S+) color_space:(\S+) color_primaries:(\S+) color_trc:(\S+)")
@@ -77,7 +77,7 @@ def probe(path: Path, max_pixels: int) -> VideoFacts:
     Raises:
         InputError: not there, empty, not a video that is read, without a picture, or larger than ``max_pixels``.
     """
-    name = shown(path)
+    name = quoted(path)
     check_plain_file(path, "a video file")
     answer = _first_frame(path, max_pixels, ())
     options = _alpha_options(answer)
@@ -116,7 +116,7 @@ def scan(facts: VideoFacts, limit: int | None, find_transparent: bool, rate: Fra
     Raises:
         InputError: cut short or broken anywhere in what was decoded, no frame, or frames of different sizes.
     """
-    name = shown(facts.path)
+    name = quoted(facts.path)
     filters = (*(("alphaextract", "format=gray") if find_transparent else ()), *timing_filters(rate), "null")
     answer = ask(
         (
@@ -150,7 +150,7 @@ def _first_frame(path: Path, max_pixels: int, options: tuple[str, ...]) -> Answe
         *options, *input_arguments(path, max_pixels), "-map", "0:V:0", "-vf", "showinfo=checksum=0",
         "-frames:v", "1", "-f", "null", "-",
     )  # fmt: skip
-    return ask(arguments, shown(path), level="info")
+    return ask(arguments, quoted(path), level="info")
 
 
 def _alpha_options(answer: Answer) -> tuple[str, ...]:

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from vaepar.errors import InputError
-from vaepar.media.atomic import shown
 from vaepar.media.decoder import DecoderProcess, input_arguments
 from vaepar.media.fitting import FramePlan, Pixels, plan_frames, plan_size, settle_channels, transparency_error
 from vaepar.media.frame_range import FrameRange
 from vaepar.media.frame_rate import constant_rate, resampled_rate
 from vaepar.media.source import FrameSource, PictureRules
 from vaepar.media.video_probe import TIMING_OPTIONS, VideoFacts, probe, scan, timing_filters
+from vaepar.text import quoted
 
 # ffmpeg's words for a matrix in a file (and of its zscale filter) -> its scale filter's words.
 _MATRICES = {
@@ -39,7 +39,7 @@ class VideoSource(FrameSource):
 
     def __init__(self, path: Path, rules: PictureRules, frames: FrameRange | None = None) -> None:
         facts = probe(path, rules.max_pixels)
-        name = shown(path)
+        name = quoted(path)
         size = plan_size(name, facts.height, facts.width, rules)
         filters, colour_notes = colour_filters(facts)
         count, fps, rate, time_notes = _timing(facts, rules, frames)
@@ -89,7 +89,7 @@ def colour_filters(facts: VideoFacts) -> tuple[tuple[str, ...], tuple[str, ...]]
     Raises:
         InputError: high dynamic range, which needs a choice of tone mapping, or a matrix that is not known.
     """
-    name = shown(facts.path)
+    name = quoted(facts.path)
     if facts.transfer in _HDR:
         raise InputError(
             f"{name} has high dynamic range ({facts.transfer}); standard range is read: tone-map it to BT.709 first"
@@ -122,12 +122,12 @@ def _timing(
 ) -> tuple[int, Fraction | None, Fraction | None, tuple[str, ...]]:
     """Frame count, frame rate, the rate to resample to (None: as stored) and notes."""
     if frames is not None and next(iter(frames)) < 1:
-        raise InputError(f"{shown(facts.path)} was asked for frames {frames}; frames of a video count from 1")
+        raise InputError(f"{quoted(facts.path)} was asked for frames {frames}; frames of a video count from 1")
     look_at_alpha = facts.alpha and rules.alpha == "refuse" and rules.channels == 3
     limit = frames.last if frames is not None else None
     times = scan(facts, limit, look_at_alpha)
     if times.transparent is not None:
-        raise transparency_error(shown(facts.path), f" at frame {times.transparent}")
+        raise transparency_error(quoted(facts.path), f" at frame {times.transparent}")
     stored = len(times.ticks)
     fps = constant_rate(times, facts.nominal, own_clock=facts.gif)
     if fps is not None or stored == 1:

@@ -1,7 +1,8 @@
-"""Words from files, made safe to print."""
+"""Words from files, made safe to print. Everything may import this module; it imports nothing of ours."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 
@@ -16,6 +17,11 @@ def shown(value: object, limit: int = 160) -> str:
     if len(text) > limit:
         text = f"{text[: limit // 2]}...{text[-(limit // 2) :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
+
+
+def quoted(path: os.PathLike[str] | str) -> str:
+    """A path in quotes, control characters and broken unicode escaped."""
+    return repr(os.fspath(path))
 
 
 def listed(values: Iterable[object], most: int = 8) -> str:

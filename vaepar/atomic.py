@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from vaepar.errors import DiskFullError, OutputError
+from vaepar.text import quoted
 
 NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Disk full, quota reached, file-size limit reached: the next file would fail alike."""
@@ -32,17 +33,12 @@ _CLOCK_SLACK_S = 5.0
 _UNSUPPORTED_FSYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EROFS})
 
 
-def shown(path: Path | str) -> str:
-    """The path in quotes, control characters and broken unicode escaped: safe in one line of a terminal."""
-    return repr(os.fspath(path))
-
-
 def output_error(exc: OSError, path: Path, action: str) -> OutputError:
     """``exc`` as an error of ours that names the file: :class:`DiskFullError` when space is the reason."""
     reason = exc.strerror or str(exc)
     if exc.errno in NO_SPACE_ERRNOS:
-        return DiskFullError(f"no space left to {action} {shown(path)}: {reason}")
-    return OutputError(f"cannot {action} {shown(path)}: {reason}")
+        return DiskFullError(f"no space left to {action} {quoted(path)}: {reason}")
+    return OutputError(f"cannot {action} {quoted(path)}: {reason}")
 
 
 def temp_path(path: Path) -> Path:
@@ -54,8 +50,11 @@ def create_temp_file(path: Path) -> Path:
     """An empty temporary file beside ``path``: proof that the folder takes new files.
 
     Raises:
-        OutputError: the folder is missing, is no folder, or takes no files.
+        OutputError: the folder is missing, is no folder, or takes no files; or something of that name is there that
+            is no file (a folder, a pipe, a link to nothing), which renaming would replace without a word.
     """
+    if os.path.lexists(path) and not path.is_file():
+        raise OutputError(f"cannot write {quoted(path)}: what is there is no regular file")
     temp = temp_path(path)
     try:
         # Not mkstemp: its mode 0600 would survive the rename, and colleagues could not read the result.
@@ -92,6 +91,20 @@ def commit_file(temp: Path, path: Path) -> None:
     sync_file(temp)
     temp.replace(path)
     sync_file(path.parent)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; its folder is made when missing. Raises :class:`OutputError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temp = create_temp_file(path)
+        try:
+            temp.write_bytes(data)
+            commit_file(temp, path)
+        finally:
+            discard(temp)
+    except OSError as exc:
+        raise output_error(exc, path, "write") from exc
 
 
 def commit_folder(temp: Path, path: Path) -> None:

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from tests.media.helpers import names_in
+from vaepar import atomic
 from vaepar.errors import DiskFullError, OutputError
-from vaepar.media import atomic, remove_stale_temps
+from vaepar.media import remove_stale_temps
 
 NAMES = ["x.mp4", "-x.mp4", "100%d.png", "ä b.mkv", "a.b.c.png", "x", "n\new.png", "é" * 120 + ".png", "é" * 120]
 
@@ -143,3 +144,35 @@ def test_lack_of_space_is_told_from_other_failures(number: int, tmp_path: Path) 
     assert str(error).isprintable()
     other = atomic.output_error(PermissionError(errno.EACCES, "Permission denied"), tmp_path, "write")
     assert type(other) is OutputError
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling"])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    """Renaming would replace a pipe or a link to nothing without a word, and fail on a folder after all the work."""
+    path = tmp_path / "x.png"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "nothing")
+    with pytest.raises(OutputError, match="no regular file"):
+        atomic.create_temp_file(path)
+    assert names_in(tmp_path) == ["x.png"]
+
+
+def test_a_link_to_a_file_is_replaced_by_a_file(tmp_path: Path) -> None:
+    (tmp_path / "real.json").write_bytes(b"old")
+    (tmp_path / "x.json").symlink_to(tmp_path / "real.json")
+    atomic.write_whole(tmp_path / "x.json", b"new")
+    assert (tmp_path / "x.json").read_bytes() == b"new"
+    assert not (tmp_path / "x.json").is_symlink()
+    assert (tmp_path / "real.json").read_bytes() == b"old"
+
+
+def test_a_whole_file_or_none(tmp_path: Path) -> None:
+    atomic.write_whole(tmp_path / "new" / "x.json", b"{}")
+    assert names_in(tmp_path / "new") == ["x.json"]
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="cannot write"):
+        atomic.write_whole(tmp_path / "file" / "x.json", b"{}")
