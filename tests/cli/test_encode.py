@@ -284,7 +284,7 @@ def test_the_plan_of_an_encode(tmp_path: Path, encode: Encode) -> None:
         clip(tmp_path / "walk.mp4", 9),
         picture(tmp_path / "odd.png", 60, 50),
     ]
-    flags = ["--dry-run", "--json", "--ranks", "2", "--mode", "auto", "--tile-size", "64"]
+    flags = ["--dry-run", "--json", "--ranks", "2", "--vae-parallel-size", "2", "--mode", "auto", "--tile-size", "64"]
     outcome = encode(files, "wan", *flags)
     assert outcome.code == 3, outcome.err
     assert not (tmp_path / "enc").exists()
