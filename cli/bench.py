@@ -71,6 +71,10 @@ Ranks = Annotated[
         rich_help_panel=_MEASURED,
     ),
 ]
+Baselines = Annotated[
+    bool,
+    typer.Option("--baselines/--no-baselines", help="Measure stock diffusers beside them.", rich_help_panel=_MEASURED),
+]
 Repeats = Annotated[int, typer.Option(help="Measured passes of each case.", rich_help_panel=_MEASURED)]
 Warmup = Annotated[int, typer.Option(help="Unmeasured passes before them.", rich_help_panel=_MEASURED)]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of a rank (default: 1).", rich_help_panel=PARALLEL)]
@@ -91,6 +95,7 @@ def command(
     shape: Shapes = None,
     modes: Modes = "tile,auto",
     operation: Operation = "decode",
+    baselines: Baselines = True,
     ranks: Ranks = None,
     repeats: Repeats = 3,
     warmup: Warmup = 1,
@@ -118,6 +123,7 @@ def command(
         shapes=parse_shapes(shape or []),
         modes=parse_modes(modes),
         operation=operation,
+        baselines=baselines,
         repeats=repeats,
         warmup=warmup,
         threads=threads,

@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from vaepar.errors import OutputError
+
 _PACKAGES = ("torch", "diffusers", "safetensors", "typer", "rich", "imageio", "imageio-ffmpeg", "pillow", "numpy")
 
 
@@ -33,7 +35,6 @@ def _facts() -> dict[str, Any]:
 
     from vaepar import __version__
     from vaepar.launch import World, usable_cores
-    from vaepar.media.ffmpeg import ffmpeg_exe
 
     world = World.from_environment()
     gpus = (
@@ -50,9 +51,18 @@ def _facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": dist.is_available() and dist.is_nccl_available(),
-        "ffmpeg": str(ffmpeg_exe()),
+        "ffmpeg": _ffmpeg(),
         "rank": f"{world.rank} of {world.size}",
     }
+
+
+def _ffmpeg() -> str:
+    from vaepar.media.ffmpeg import ffmpeg_exe
+
+    try:
+        return str(ffmpeg_exe())
+    except OutputError as error:
+        return f"not found: {error}"
 
 
 def _version(package: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -11,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import typer
 
 from vaepar import __version__
-from vaepar.errors import VaeparError
-from vaepar.launch import World, exit_code_of, prepare_process
+from vaepar.errors import UsageError, VaeparError
+from vaepar.launch import World, prepare_process
 
 from . import bench, decode, encode, env, inspect, models
 from .batch import with_batch
@@ -63,8 +64,8 @@ def run(arguments: Sequence[str]) -> int:
         if _is_first():
             complain(str(error))
         return error.exit_code
-    except KeyboardInterrupt as error:
-        return exit_code_of(error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except Exception as error:
         complain(f"internal error on rank {World.from_environment().rank}: {type(error).__name__}: {error}")
         traceback.print_exc()
@@ -81,7 +82,10 @@ def _parse(arguments: Sequence[str], work: list[Work], *, speaks: bool) -> int:
 
 
 def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    try:
+        return World.from_environment().rank == 0
+    except UsageError:  # of the launcher's variables themselves: every rank sees it, and each may say so
+        return True
 
 
 @contextlib.contextmanager

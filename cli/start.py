@@ -63,7 +63,11 @@ def start(
     if where.dry_run:
         return _plan(request, where, talk, load_run()) if world.rank == 0 else 0
     count = launch.choose_ranks(where.ranks, where.device, world)
-    if count > 1 and not world.launched:
+    if where.max_restarts and world.launched and not world.ours:
+        raise UsageError(
+            f"--max-restarts {where.max_restarts} goes with --ranks; under a launcher it is that one's option"
+        )
+    if not world.launched and (count > 1 or where.max_restarts):
         return _start_ranks(request, count, where, arguments)
     with launch.joined(world, where.device, where.timeout) as group:
         report = _run(request, group, talk, load_run())
@@ -74,8 +78,8 @@ def start(
 def _plan(request: BatchRequest, where: Start, talk: Talk, run: Run) -> int:
     """A dry run: in this process alone, for the ranks that there would be. Needs no GPU and no weights."""
     world = launch.World.from_environment()
-    count = launch.choose_ranks(where.ranks, where.device, world) if world.launched else where.ranks or 1
-    farming = replace(request.farming, dry_run=count)
+    count = launch.choose_ranks(where.ranks, "cpu" if where.ranks is not None else where.device, world)
+    farming = replace(request.farming, dry_run=count, dry_device="cuda" if where.device == "cuda" else "cpu")
     with launch.joined(launch.World(), "cpu", where.timeout) as group:
         report = run(replace(request, farming=farming), group, observer(talk.dialect, quiet=talk.quiet))
     if talk.dialect.rows:

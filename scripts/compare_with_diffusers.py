@@ -24,7 +24,7 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from vaepar.launch import usable_cores
+from vaepar.launch import keep_memory_flat, usable_cores
 
 SHAPE = (1, 16, 3, 20, 28)
 TILE, STRIDE = 128, 96
@@ -69,6 +69,7 @@ def decode_alone(model: Path, source: Path) -> None:
     """Print the seconds of one rank's decodes of a folder, whose frames go nowhere."""
     from vaepar.autoencoders import DistributedAutoencoderKLWan
 
+    keep_memory_flat()
     torch.set_num_threads(1)
     vae = DistributedAutoencoderKLWan.from_pretrained(model)
     vae.configure_tiles(TILE, STRIDE)
@@ -81,55 +82,73 @@ def decode_alone(model: Path, source: Path) -> None:
 
 def compare(folder: Path, files: int, repeats: int) -> None:
     """Make the model and the latents, run everything in turn, and print medians and ratios."""
-    import diffusers
-
-    from vaepar.jobs.bench_models import random_model
-    from vaepar.jobs.bench_presets import load_preset
-
-    model, source = folder / "model", folder / "in"
-    preset = load_preset("wan", "small")
-    random_model(diffusers.AutoencoderKLWan, preset).save_pretrained(model)
-    source.mkdir()
-    for number in range(files):
-        generator = torch.Generator().manual_seed(number)
-        save_file({"latents": torch.randn(SHAPE, generator=generator)}, source / f"shot{number:03d}.safetensors")
-    ranks = usable_cores()
-    vaepar = [sys.executable, "-m", "vaepar", "decode", str(source), "--model", str(model), "--state", "raw"]
-    vaepar += ["--tile-size", str(TILE), "--tile-stride", str(STRIDE), "--fps", str(FPS), "--quiet"]
-    myself = [sys.executable, str(Path(__file__).resolve())]
-    seconds: dict[str, list[float]] = {"loop": [], "vaepar": [], "mp4": [], "alone": []}
-    memory: dict[str, int] = {"loop": 0, "vaepar": 0}
+    study = Study(folder, files)
     for repeat in range(repeats):
-        turns = ["loop", "vaepar"] if repeat % 2 == 0 else ["vaepar", "loop"]
-        for name in turns:
-            out = folder / f"{name}{repeat}"
-            command = [*myself, "--loop", str(model), str(source), str(out)]
-            if name == "vaepar":
-                command = [*vaepar, "--out", str(out), "--ranks", str(ranks)]
-            took, most = timed(command)
-            seconds[name].append(took)
-            memory[name] = max(memory[name], most)
-            found = len(list(out.glob("*.mp4")))
-            if found != files:
-                raise SystemExit(f"{name} made {found} of {files} films")
-        report = folder / f"report{repeat}.json"
-        mp4 = [*vaepar, "--out", str(folder / f"mp4{repeat}"), "--ranks", "1", "--report", str(report)]
-        turns = ["mp4", "alone"] if repeat % 2 == 0 else ["alone", "mp4"]
-        for name in turns:
-            if name == "mp4":
-                subprocess.run(mp4, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-                seconds[name].append(json.loads(report.read_text())["groups"][0]["busy_seconds"])
-            else:
-                alone = [*myself, "--alone", str(model), str(source)]
-                printed = subprocess.run(alone, check=True, capture_output=True, text=True).stdout
-                seconds[name].append(float(printed))
-    frames = 1 + 4 * (SHAPE[2] - 1)
-    print(f"{files} latents of {SHAPE[4] * 8}x{SHAPE[3] * 8}, {frames} frames; {ranks} cores; median of {repeats}")
-    for name, words in (("loop", "diffusers loop"), ("vaepar", f"vaepar decode --ranks {ranks}")):
-        print(f"{words}: {statistics.median(seconds[name]):.1f} s {rounded(seconds[name])}, {memory[name] >> 20} MiB")
-    print(f"vaepar is {statistics.median(seconds['loop']) / statistics.median(seconds['vaepar']):.2f} times as fast")
-    mp4_, alone_ = (statistics.median(seconds[name]) for name in ("mp4", "alone"))
-    print(f"one rank, decode and MP4: {mp4_:.2f} s; decode alone: {alone_:.2f} s; {mp4_ / alone_:.2f} times as long")
+        works = [study.run_loop, study.run_vaepar, study.run_one_rank, study.run_alone]
+        for work in works if repeat % 2 == 0 else reversed(works):
+            work(folder / str(repeat))
+    loop, vaepar, one, alone = (statistics.median(study.seconds[name]) for name in ("loop", "vaepar", "one", "alone"))
+    size = f"{SHAPE[4] * 8}x{SHAPE[3] * 8}, {1 + 4 * (SHAPE[2] - 1)} frames"
+    print(f"{files} latents of {size}; {usable_cores()} cores; median of {repeats}")
+    for name, words in (("loop", "diffusers loop"), ("vaepar", f"vaepar decode --ranks {usable_cores()}")):
+        each = ", ".join(f"{value:.1f}" for value in study.seconds[name])
+        print(f"{words}: {statistics.median(study.seconds[name]):.1f} s [{each}], {study.memory[name] >> 20} MiB")
+    print(f"vaepar is {loop / vaepar:.2f} times as fast")
+    print(f"one rank, decode and MP4: {one:.2f} s; decode alone: {alone:.2f} s; {one / alone:.2f} times as long")
+
+
+class Study:
+    """The four works that are compared, with their seconds and the highest memory of the first two (bytes)."""
+
+    def __init__(self, folder: Path, files: int) -> None:
+        import diffusers
+
+        from vaepar.jobs.bench_models import random_model
+        from vaepar.jobs.bench_presets import load_preset
+
+        self.model, self.source, self.files = folder / "model", folder / "in", files
+        self.seconds: dict[str, list[float]] = {"loop": [], "vaepar": [], "one": [], "alone": []}
+        self.memory: dict[str, int] = {"loop": 0, "vaepar": 0}
+        random_model(diffusers.AutoencoderKLWan, load_preset("wan", "small")).save_pretrained(self.model)
+        self.source.mkdir()
+        for number in range(files):
+            latent = torch.randn(SHAPE, generator=torch.Generator().manual_seed(number))
+            save_file({"latents": latent}, self.source / f"shot{number:03d}.safetensors")
+
+    def run_loop(self, out: Path) -> None:
+        self._whole("loop", self._myself("--loop", self.model, self.source, out / "loop"), out / "loop")
+
+    def run_vaepar(self, out: Path) -> None:
+        self._whole("vaepar", self._vaepar(out / "vaepar", usable_cores()), out / "vaepar")
+
+    def run_one_rank(self, out: Path) -> None:
+        report = out / "report.json"
+        command = [*self._vaepar(out / "one", 1), "--report", str(report)]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        self.seconds["one"].append(json.loads(report.read_text())["groups"][0]["busy_seconds"])
+
+    def run_alone(self, out: Path) -> None:
+        command = self._myself("--alone", self.model, self.source)
+        # As vaepar itself sets it, which must be before PyTorch is loaded.
+        env = os.environ | {"THP_MEM_ALLOC_ENABLE": "1"}
+        printed = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+        self.seconds["alone"].append(float(printed))
+
+    def _whole(self, name: str, command: list[str], out: Path) -> None:
+        took, most = timed(command)
+        self.seconds[name].append(took)
+        self.memory[name] = max(self.memory[name], most)
+        found = len(list(out.glob("*.mp4")))
+        if found != self.files:
+            raise SystemExit(f"{name} made {found} of {self.files} films")
+
+    def _myself(self, *arguments: str | Path) -> list[str]:
+        return [sys.executable, str(Path(__file__).resolve()), *map(str, arguments)]
+
+    def _vaepar(self, out: Path, ranks: int) -> list[str]:
+        command = [sys.executable, "-m", "vaepar", "decode", str(self.source), "--model", str(self.model)]
+        command += ["--state", "raw", "--tile-size", str(TILE), "--tile-stride", str(STRIDE), "--fps", str(FPS)]
+        return [*command, "--quiet", "--out", str(out), "--ranks", str(ranks)]
 
 
 def timed(command: list[str]) -> tuple[float, int]:
@@ -155,10 +174,6 @@ def tree_bytes(pid: int) -> int:
     except psutil.Error:
         return total
     return total
-
-
-def rounded(values: list[float]) -> str:
-    return "[" + ", ".join(f"{value:.1f}" for value in values) + "]"
 
 
 if __name__ == "__main__":

@@ -31,15 +31,6 @@ class VaeParallelMode(StrEnum):
                 f"parallel mode '{name}' does not exist; the modes are {', '.join(m.value for m in cls)}"
             ) from None
 
-    @property
-    def axis(self) -> str | None:
-        """``"height"`` or ``"width"`` for the spatial shards, else None."""
-        if self is VaeParallelMode.SPATIAL_SHARD_HEIGHT:
-            return "height"
-        if self is VaeParallelMode.SPATIAL_SHARD_WIDTH:
-            return "width"
-        return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class VaeParallelConfig:

@@ -73,6 +73,10 @@ class RankMismatchError(RankError):
     """The ranks hold different requests (shape, dtype, tiles): going on would mix pictures."""
 
 
+class StageFailedError(RankError):
+    """A rank failed with an exception that is not one of ours; every rank raises this class with that rank's words."""
+
+
 class RankLostError(RankError):
     """A rank has vanished: it was killed, or its connection broke."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from vaepar.errors import InterruptedRunError, UsageError, VaeparError
+from vaepar.errors import InterruptedRunError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,7 @@ class World:
         begun: when torch's agent, which starts ranks again, was started itself (seconds since the epoch); None
             without one.
         restarts: how often the ranks were started again, by torch's agent or by this package's launcher.
+        ours: whether it was this package's launcher.
     """
 
     rank: int = 0
@@ -57,6 +58,7 @@ class World:
     launched: bool = False
     begun: float | None = None
     restarts: int = 0
+    ours: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
@@ -88,6 +90,7 @@ class World:
             launched=True,
             begun=_launcher_begun() if "TORCHELASTIC_RUN_ID" in env else None,
             restarts=restarts,
+            ours=_RESTARTS in env,
         )
 
 
@@ -315,19 +318,11 @@ def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def exit_code_of(error: BaseException) -> int:
-    """The exit code for an exception that ends a run."""
-    if isinstance(error, VaeparError):
-        return error.exit_code
-    return 130 if isinstance(error, KeyboardInterrupt) else 1
-
-
 __all__ = [
     "DEVICES",
     "World",
     "check_memory",
     "choose_ranks",
-    "exit_code_of",
     "joined",
     "keep_memory_flat",
     "prepare_process",

@@ -23,12 +23,12 @@ from tests.autoencoders.test_spatial_parity import (
     shard_moments,
 )
 from vaepar.autoencoders.spatial import prepare_shards, shard_decode_chunks, shard_encode
-from vaepar.errors import UsageError
+from vaepar.errors import StageFailedError, UsageError
 from vaepar.layers.attention import ShardFrameAttention
 from vaepar.layers.context import active_shard
 from vaepar.layers.conv import ShardCausalConv3d
 from vaepar.layers.resample import ShardUpsampleConv
-from vaepar.parallel.agreement import StageFailedError, agreed
+from vaepar.parallel.agreement import agreed
 from vaepar.parallel.group import RankGroup, SoloGroup
 from vaepar.parallel.loopback import LoopbackGroup, run_loopback
 from vaepar.parallel.shards import Axis, Window, decode_layouts, halo_plan

@@ -195,6 +195,34 @@ def test_samples_depend_on_seed_and_name_only(tmp_path: Path, encode: Encode) ->
     assert not torch.equal(load_file(tmp_path / "enc" / "a.safetensors")["latents"], one)
 
 
+def test_the_folder_of_a_file_does_not_change_its_sample(
+    tmp_path: Path, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = picture(tmp_path / "in" / "a.png")
+    flags = ("--posterior", "sample", "--seed", "5", "--overwrite")
+    latents = []
+    for folder, named in ((tmp_path, file), (tmp_path, "in/a.png"), (tmp_path / "in", "a.png")):
+        monkeypatch.chdir(folder)
+        assert encode([named], "kl", *flags).code == 0
+        latents.append(load_file(tmp_path / "enc" / "a.safetensors")["latents"])
+    assert torch.equal(latents[0], latents[1])
+    assert torch.equal(latents[0], latents[2])
+
+
+def test_latents_that_are_not_finite_are_not_written(
+    tmp_path: Path, encode: Encode, model_folders: dict[str, Path]
+) -> None:
+    """Weights that are finite and overflow: the file would be passed on and fail far from its cause."""
+    vae = AutoencoderKL.from_pretrained(model_folders["kl"])
+    vae.encoder.conv_out.bias.data.fill_(3e38)
+    vae.quant_conv.weight.data.fill_(3e38)
+    vae.save_pretrained(tmp_path / "hot")
+    outcome = encode([picture(tmp_path / "a.png")], str(tmp_path / "hot"))
+    assert outcome.code == 3
+    assert "infinite of" in outcome.err or "NaN" in outcome.err
+    assert not list((tmp_path / "enc").glob("*.safetensors"))
+
+
 def test_a_second_run_does_nothing(tmp_path: Path, encode: Encode) -> None:
     picture(tmp_path / "enc" / "cat.png")
     assert encode([tmp_path / "enc"], "kl").row("cat.png")["status"] == "ok"
@@ -239,6 +267,10 @@ def test_bad_inputs_fail_alone(tmp_path: Path, encode: Encode) -> None:
         (("--layout", "upside"), "one of"),
         (("--alpha", "purple"), "one of refuse"),
         (("--seed", "3"), "--posterior sample"),
+        (("--layout", "bcfhw"), "--layout bcfhw is not one of the family 'kl'"),
+        (("--frames-fit", "trim"), "takes single pictures"),
+        (("--max-pixels", "0"), "--max-pixels is 0"),
+        (("--alpha", "keep"), "3 channels"),
     ],
 )
 def test_usage_errors(flags: tuple[str, ...], words: str, tmp_path: Path, encode: Encode) -> None:

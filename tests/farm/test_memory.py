@@ -20,7 +20,7 @@ from tests.farm.ranks import contents, decode_on, start_decode
 from vaepar.autoencoders.feed import TensorFeed
 from vaepar.autoencoders.selection import Selection, axis_of
 from vaepar.config import VaeParallelMode
-from vaepar.jobs.estimate import estimate_peak_bytes, pixel_shape, select_for
+from vaepar.jobs.estimate import estimate_peak_bytes, select_for
 from vaepar.jobs.farming import Farming
 from vaepar.jobs.ghost import META, LiveBytes
 from vaepar.jobs.memory import peak_bytes, reset_peak
@@ -124,7 +124,7 @@ def measure(operation: str, shape: tuple[int, ...], mode: str, tiles: tuple[int,
         model.configure_tiles(*tiles)
         model.set_parallel_size(1, mode=mode)
         facts = facts_of(vae)
-        z = torch.randn(shape) if operation == "decode" else torch.rand(pixel_shape(model, facts, shape)) * 2 - 1
+        z = torch.randn(shape) if operation == "decode" else torch.rand(facts.pixel_shape(shape)) * 2 - 1
         selection = model.select_mode(z) if operation == "decode" else model.select_encode_mode(z.shape)
         work = model.decode_chunks if operation == "decode" else lambda x: model.encode_chunks(TensorFeed(x))
         ratio = 1 if operation == "decode" else facts.spatial_ratio

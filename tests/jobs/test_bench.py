@@ -104,6 +104,15 @@ def test_the_same_seed_gives_the_same_model_whatever_was_drawn_before() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_without_baselines_results_are_compared_all_the_same() -> None:
+    report = solo(BenchRequest(family="kl", scale="tiny", baselines=False, modes=(WIDTH,), repeats=2))
+    (row,) = report.results[0].rows()
+    assert (row.case.name, row.stock_one_thread, row.peak_to_stock) == ("spatial_shard_width", None, None)
+    assert row.to_untiled is not None
+    assert row.to_untiled.max_abs is not None
+    assert row.to_untiled.max_abs <= SHARD_TOLERANCE
+
+
 def test_several_shapes_and_bfloat16() -> None:
     report = solo(
         BenchRequest(family="kl", scale="tiny", shapes=((10, 13), (2, 4, 9, 9)), dtype="bfloat16", repeats=2, warmup=2)
@@ -140,9 +149,14 @@ def test_what_does_not_fit_the_model_is_one_line(arguments: dict[str, Any], word
 
 def test_a_file_that_cannot_be_written_is_found_before_measuring(tmp_path: Path) -> None:
     told = Told()
-    request = BenchRequest(family="kl", scale="tiny", json=tmp_path)
-    with pytest.raises(OutputError):
-        run_bench(request, SoloGroup(), told)
+    latent = tmp_path / "a.safetensors"
+    latent.write_bytes(b"\x08" + bytes(15))
+    for path in (tmp_path, latent, latent / "below"):
+        with pytest.raises(UsageError, match="--json"):
+            run_bench(BenchRequest(family="kl", scale="tiny", json=path), SoloGroup(), told)
+        with pytest.raises(OutputError):
+            run_bench(BenchRequest(family="kl", scale="tiny", plot=tmp_path), SoloGroup(), told)
+    assert latent.read_bytes() == b"\x08" + bytes(15)
     assert told.steps == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -51,15 +50,14 @@ def test_shards_of_a_variant(tmp_path: Path, variant: str | None) -> None:
         locate_model(str(tmp_path), variant=variant)
 
 
-def load_on_rank(group: RankGroup, folders: list[str]) -> tuple[str, float]:
-    started = time.monotonic()
+def load_on_rank(group: RankGroup, folders: list[str]) -> str:
     try:
         with agreed(group, "model"):
             source = locate_model(folders[group.rank])
             load_model(source, torch.float32, torch.device("cpu"), group)
     except ModelError as error:
-        return str(error), time.monotonic() - started
-    return "", 0.0
+        return str(error)
+    return ""
 
 
 @pytest.mark.processes
@@ -69,10 +67,9 @@ def test_a_model_that_one_rank_cannot_load_fails_on_all(tmp_path: Path) -> None:
     shutil.copytree(good, cut)
     weights = cut / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    (first, first_seconds), (second, second_seconds) = run_processes(2, load_on_rank, tmp_path, [str(good), str(cut)])
+    first, second = run_processes(2, load_on_rank, tmp_path, [str(good), str(cut)])
     assert "rank 1" in first
     assert "cannot be read" in second
-    assert max(first_seconds, second_seconds) < 30  # far below any limit of the ranks' waits
 
 
 def test_memory_that_runs_out_while_loading_is_no_fault_of_the_model(

@@ -143,7 +143,7 @@ def test_what_cannot_be_known_is_asked_for(
         ((1, 4, 6, 10), KL, {"state": "raw", "size": (80, 48)}, "holds 80x48 pixels"),
         ((1, 4, 6, 10), KL, {"state": "raw", "layout": "bcfhw"}, "is not of the layout bcfhw"),
         ((1, 4, 6, 10), KL, {"state": "raw", "layout": "chw"}, "is not of the layout chw"),
-        ((1, 32, 5, 6), FLUX2, {"state": "norm"}, "even numbers are needed"),
+        ((1, 32, 5, 6), FLUX2, {"state": "norm"}, "multiples of 2 are needed"),
         ((1, 16, 3, 6, 10), WAN, {"state": "norm", "trim_latent_frames": 3}, "has 3 latent frames"),
         ((1, 4, 6, 10), KL, {"state": "norm", "trim_latent_frames": 1}, "has 1 latent frames"),
         ((1, 16, 3, 6, 10), LAYERED, {"state": "norm"}, "3 layers"),

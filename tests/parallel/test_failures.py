@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from tests.processes import run_processes
-from vaepar.errors import DeviceMemoryError, InputError, PeerFailedError, RankLostError, RankMismatchError
-from vaepar.parallel.agreement import StageFailedError, agreed
+from vaepar.errors import (
+    DeviceMemoryError,
+    InputError,
+    PeerFailedError,
+    RankLostError,
+    RankMismatchError,
+    StageFailedError,
+)
+from vaepar.parallel.agreement import agreed
 from vaepar.parallel.executor import DistributedOperator, DistributedVaeExecutor, GridSpec, TileTask, assign
 from vaepar.parallel.group import Message, RankGroup
 from vaepar.parallel.halo import gather_parts

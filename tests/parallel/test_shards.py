@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vaepar.autoencoders.selection import longer_axis
 from vaepar.errors import UsageError
 from vaepar.parallel.shards import (
     HaloPlan,
     Layout,
     Window,
-    auto_axis,
     decode_layouts,
     eligible_axes,
     encode_layouts,
@@ -202,7 +202,7 @@ def test_reflect_padding_must_be_smaller_than_the_map() -> None:
     ],
 )
 def test_auto_takes_the_longer_axis_that_covers_every_rank(height: int, width: int, size: int, axis: str) -> None:
-    assert auto_axis(height, width, size) == axis
+    assert longer_axis(height, width, size) == axis
 
 
 def test_eligible_axes() -> None:

@@ -10,7 +10,7 @@ from vaepar.config import VaeParallelMode
 
 
 class DistributedAutoencoderKL(ImageTileMixin, AutoencoderKL):
-    """AutoencoderKL whose decode is shared among ranks. Latents [B, C, H, W], pixels [B, 3, 8H, 8W]."""
+    """AutoencoderKL, shared among ranks. Latents [B, C, H, W], pixels [B, 3, 8H, 8W]."""
 
     capability = VaeCapability(
         family="kl",

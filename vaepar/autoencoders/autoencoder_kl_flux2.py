@@ -10,7 +10,7 @@ from vaepar.config import VaeParallelMode
 
 
 class DistributedAutoencoderKLFlux2(ImageTileMixin, AutoencoderKLFlux2):
-    """AutoencoderKLFlux2 whose decode is shared among ranks. Latents [B, 32, H, W], pixels [B, 3, 8H, 8W]."""
+    """AutoencoderKLFlux2, shared among ranks. Latents [B, 32, H, W], pixels [B, 3, 8H, 8W]."""
 
     capability = VaeCapability(
         family="flux2",

@@ -10,7 +10,7 @@ from vaepar.config import VaeParallelMode
 
 
 class DistributedAutoencoderKLQwenImage(CausalTileMixin, AutoencoderKLQwenImage):
-    """AutoencoderKLQwenImage whose decode is shared among ranks.
+    """AutoencoderKLQwenImage whose decode and encode are shared among ranks.
 
     Latents [B, 16, T, H, W]; pixels [B, C, t, 8H, 8W], with C = ``input_channels`` of the config. As in diffusers, the
     direct path clamps to [-1, 1] and the tiled path does not.

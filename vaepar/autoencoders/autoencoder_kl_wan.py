@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class DistributedAutoencoderKLWan(CausalTileMixin, AutoencoderKLWan):
-    """AutoencoderKLWan whose decode is shared among ranks.
+    """AutoencoderKLWan whose decode and encode are shared among ranks.
 
     Latents [B, C, T, H, W]; pixels [B, 3, 1 + 4(T-1), ratio*H, ratio*W] in [-1, 1].
     """

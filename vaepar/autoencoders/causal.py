@@ -211,6 +211,10 @@ class CausalTileMixin(DistributedVaeMixin):
         """Pixel frames that the decoder makes of latent frames ``start`` to ``stop - 1``, a step of its own."""
         return 1 if start == 0 else self.temporal_ratio * (stop - start)
 
+    @property
+    def tile_pixels(self) -> tuple[int, int]:
+        return int(self.tile_sample_min_height), int(self.tile_sample_stride_height)
+
     def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
         check_pixels(tile_size, tile_stride, self.spatial_compression_ratio)
         self.use_tiling = True

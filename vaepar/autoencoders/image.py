@@ -135,6 +135,11 @@ class ImageTileMixin(DistributedVaeMixin):
     def encode_operator(self, feed: FrameFeed) -> tuple[Tensor, DistributedOperator]:
         return self.shard_pixels(feed), self._encode_operator(self.encode_tile_split)
 
+    @property
+    def tile_pixels(self) -> tuple[int, int]:
+        stride = int(self.tile_latent_min_size * (1 - self.tile_overlap_factor))
+        return int(self.tile_sample_min_size), stride * self.pixels_per_latent
+
     def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
         ratio = self.pixels_per_latent
         check_pixels(tile_size, tile_stride, ratio)

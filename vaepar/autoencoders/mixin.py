@@ -15,11 +15,11 @@ from vaepar.autoencoders.capability import VaeCapability
 from vaepar.autoencoders.family import ShardFamily
 from vaepar.autoencoders.feed import FrameFeed
 from vaepar.autoencoders.naming import SavedAsDiffusers
-from vaepar.autoencoders.selection import DIRECT, Selection, select
-from vaepar.autoencoders.spatial import shard_decode_chunks, shard_encode
+from vaepar.autoencoders.selection import DIRECT, Selection, longer_axis, select
+from vaepar.autoencoders.spatial import DEFAULT_FRAMES_PER_STEP, shard_decode_chunks, shard_encode
 from vaepar.autoencoders.tiling import BlendMerge, TilePlan
 from vaepar.config import VaeParallelConfig, VaeParallelMode
-from vaepar.errors import ModelError, UnsupportedModeError, UsageError
+from vaepar.errors import UnsupportedModeError, UsageError
 from vaepar.parallel.agreement import agree_on, agreed
 from vaepar.parallel.executor import (
     DistributedOperator,
@@ -31,13 +31,14 @@ from vaepar.parallel.executor import (
     TileTask,
 )
 from vaepar.parallel.group import RankGroup
+from vaepar.parallel.shards import Axis
 from vaepar.parallel.torch_group import default_group
 
 logger = logging.getLogger(__name__)
 
 
 class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
-    """Makes a diffusers VAE decode over the ranks of a group.
+    """Makes a diffusers VAE decode and encode over the ranks of a group.
 
     A family's class has this mixin (by way of :class:`ImageTileMixin` or :class:`CausalTileMixin`) before its diffusers
     class, so that the methods here come first and hand over to diffusers' own where nothing is shared: with a parallel
@@ -47,7 +48,7 @@ class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
     capability: ClassVar[VaeCapability]
 
     #: Latent frames of one step of a spatial shard after the first: more of them need more memory and fewer rounds.
-    frames_per_step: int = 4
+    frames_per_step: int = DEFAULT_FRAMES_PER_STEP
 
     #: Whether ranks other than the owner get the result of ``decode`` too (``decode_chunks`` never sends it).
     broadcast_result: bool = True
@@ -81,20 +82,20 @@ class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
                 device, or this process alone where that is not initialised. That group follows a model that is
                 moved later; a group given here does not.
         """
+        self._join(group)
+
+    def _join(self, group: RankGroup | None) -> DistributedVaeExecutor:
         self._in_default_group = group is None
         if group is None:
             group = default_group(next(iter(self.parameters())).device)  # type: ignore[attr-defined]  # every adapter is a module
-        self._executor = DistributedVaeExecutor(group)
+        executor = self._executor = DistributedVaeExecutor(group)
         self._mode = VaeParallelMode.TILE
+        return executor
 
     @property
     def distributed_executor(self) -> DistributedVaeExecutor:
         """The executor of this model's group. Joins the default group when none was joined yet."""
-        if self._executor is None:
-            self.init_distributed()
-        if self._executor is None:
-            raise ModelError("the model has no group of ranks; call init_distributed first")
-        return self._executor
+        return self._executor or self._join(None)
 
     @property
     def parallel_mode(self) -> VaeParallelMode:
@@ -154,6 +155,11 @@ class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
     @abstractmethod
     def tile_split(self, z: Tensor) -> tuple[list[TileTask], GridSpec]:
         """Cut a latent into tile tasks, the same on every rank."""
+
+    @property
+    @abstractmethod
+    def tile_pixels(self) -> tuple[int, int]:
+        """Tile size and stride in pixels (rows, where columns differ)."""
 
     @abstractmethod
     def configure_tiles(self, tile_size: int, tile_stride: int) -> None:
@@ -242,8 +248,11 @@ class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
         """The strategy that a latent's decode will use, and why. Depends on the request alone, changes nothing."""
         if not self.needs_tiling(z):
             return Selection(mode=DIRECT, reason="the latent fits one tile")
-        executor = self.distributed_executor
-        return select(self._mode, z.shape[-2], z.shape[-1], executor.parallel_size, executor.group.size)
+        return self._select(z.shape[-2], z.shape[-1])
+
+    def auto_axis(self, rows: int, columns: int, size: int) -> Axis | None:
+        """What ``auto`` shards of so many latent rows and columns, None for tiles; a family may have another rule."""
+        return longer_axis(rows, columns, size)
 
     def on_refused(self, selection: Selection) -> None:
         """What a forced mode leads to that this request cannot have. Raising refuses; returning falls back to tile."""
@@ -303,9 +312,12 @@ class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
         """The strategy that the encode of pixels of this shape will use, and why."""
         if not self.needs_encode_tiling(shape):
             return Selection(mode=DIRECT, reason="the picture fits one tile")
-        executor, ratio = self.distributed_executor, self.pixels_per_latent
-        rows, columns = shape[-2] // ratio, shape[-1] // ratio
-        return select(self._mode, rows, columns, executor.parallel_size, executor.group.size)
+        ratio = self.pixels_per_latent
+        return self._select(shape[-2] // ratio, shape[-1] // ratio)
+
+    def _select(self, rows: int, columns: int) -> Selection:
+        executor = self.distributed_executor
+        return select(self._mode, rows, columns, executor.parallel_size, executor.group.size, self.auto_axis)
 
     @torch.no_grad()
     def encode_chunks(self, feed: FrameFeed) -> Generator[Tensor | None]:

@@ -1,14 +1,16 @@
-"""Which strategy a request gets. The rule is shared by the families because all of them have validated the same one;
-what a forced mode that cannot be had leads to is each family's own."""
+"""Which strategy a request gets. What ``auto`` chooses and what a refused mode leads to are each family's own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vaepar.config import VaeParallelMode
-from vaepar.parallel.shards import Axis, auto_axis
+from vaepar.parallel.shards import Axis, eligible_axes
 
 DIRECT = "direct"
+
+AutoRule = Callable[[int, int, int], Axis | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,17 @@ def axis_of(strategy: str) -> Axis | None:
     return "width" if strategy == VaeParallelMode.SPATIAL_SHARD_WIDTH else None
 
 
-def select(mode: VaeParallelMode, height: int, width: int, size: int, group_size: int) -> Selection:
+def longer_axis(height: int, width: int, size: int) -> Axis | None:
+    """The longer axis that gives every rank a row, width on ties; None when neither does."""
+    axes = eligible_axes((("height", height), ("width", width)), size)
+    if len(axes) == 2:
+        return "height" if height > width else "width"
+    return axes[0] if axes else None
+
+
+def select(
+    mode: VaeParallelMode, height: int, width: int, size: int, group_size: int, auto: AutoRule = longer_axis
+) -> Selection:
     """The strategy for a request that diffusers would tile. Depends on the arguments alone.
 
     Args:
@@ -43,6 +55,7 @@ def select(mode: VaeParallelMode, height: int, width: int, size: int, group_size
         height, width: rows and columns that would be sharded.
         size: ranks that share the request.
         group_size: ranks of the group; a shard needs all of them.
+        auto: the family's rule for ``auto``: the axis to shard for a height, a width and a number of ranks, or None.
     """
     tile = VaeParallelMode.TILE.value
     extents: dict[Axis, int] = {"height": height, "width": width}
@@ -53,7 +66,7 @@ def select(mode: VaeParallelMode, height: int, width: int, size: int, group_size
         refused = None if mode is VaeParallelMode.AUTO else why
         return Selection(mode=tile, reason=f"{mode.value}: {why}", refused=refused)
     if mode is VaeParallelMode.AUTO:
-        axis = auto_axis(height, width, size) if size > 1 else None
+        axis = auto(height, width, size) if size > 1 else None
         if axis is None:
             why = f"neither of {height} rows and {width} columns covers {size} ranks" if size > 1 else "one rank"
             return Selection(mode=tile, reason=f"auto: {why}")

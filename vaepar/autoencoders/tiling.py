@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,11 @@ class TilePlan:
 
     def _scaled(self, n: int) -> int:
         return n * self.up // self.down
+
+
+def tile_settings(model: Any) -> dict[str, Any]:
+    """Whether tiling is on, and the attributes (by which diffusers' classes differ) that say how large tiles are."""
+    return {name: value for name, value in vars(model).items() if name.startswith("tile_") or name == "use_tiling"}
 
 
 class BlendMerge:

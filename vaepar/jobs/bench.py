@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from vaepar.autoencoders.feed import TensorFeed
-from vaepar.autoencoders.selection import DIRECT, Selection, axis_of, select
+from vaepar.autoencoders.selection import DIRECT, Selection, axis_of
+from vaepar.autoencoders.tiling import tile_settings
 from vaepar.config import VaeParallelMode
 from vaepar.errors import DeviceMemoryError, UsageError
 from vaepar.jobs.bench_meter import Meter, Reading, describe_machine, threads_set
@@ -24,7 +25,8 @@ from vaepar.jobs.bench_plan import STOCK_TILED, STOCK_UNTILED, Case, in_order, p
 from vaepar.jobs.bench_report import BenchReport, CaseResult, Sample, ShapeResult, probe, write_json
 from vaepar.jobs.bench_request import BenchRequest
 from vaepar.jobs.bench_statistics import difference, load_bound
-from vaepar.jobs.estimate import estimate_peak_bytes, pixel_shape
+from vaepar.jobs.estimate import estimate_peak_bytes, select_for
+from vaepar.jobs.report import check_report
 from vaepar.launch import World
 from vaepar.parallel.agreement import agreed
 from vaepar.parallel.executor import assign
@@ -69,9 +71,10 @@ def run_bench(request: BenchRequest, group: RankGroup, progress: Progress) -> Be
     if request.ranks[-1] != group.size:
         raise UsageError(f"the bench compares up to {request.ranks[-1]} ranks, and {group.size} are there")
     with agreed(group, "outputs"):
-        for path in (request.json, request.plot) if group.rank == 0 else ():
-            if path is not None:
-                probe(path)
+        if group.rank == 0 and request.json is not None:
+            check_report("--json", request.json)
+        if group.rank == 0 and request.plot is not None:
+            probe(request.plot)
     report = _Bench(request, group, progress).run()
     with agreed(group, "report"):
         if group.rank == 0 and request.json is not None:
@@ -113,19 +116,15 @@ class _Bench:
 
     def _plan(self, shape: tuple[int, ...]) -> list[Case]:
         """The cases of one latent, the same on every rank."""
-        model, request = self._model.adapter, self._request
-        encodes = request.operation == "encode"
-        pixels = pixel_shape(model, self._model.facts, shape)
-        tiled = model.needs_encode_tiling(pixels) if encodes else model.needs_tiling(torch.empty(shape, device="meta"))
+        capability, request, facts = self._model.adapter.capability, self._request, self._model.facts
 
         def choose(mode: VaeParallelMode, count: int) -> Selection:
-            (model.capability.require_encode if encodes else model.capability.require_decode)(mode)
-            if not tiled:
-                return Selection(mode=DIRECT, reason="it fits one tile")
-            return select(mode, shape[-2], shape[-1], count, count)
+            (capability.require_encode if self._encodes else capability.require_decode)(mode)
+            tiles = request.tiles(facts.spatial_ratio)
+            return select_for(facts, shape, mode.value, count, tiles, request.operation)
 
         totals = [1, *(count * self._threads for count in request.ranks)]
-        stock_threads = totals if self._cpu else [self._threads]
+        stock_threads = (totals if self._cpu else [self._threads]) if request.baselines else []
         return plan_cases(request.modes, request.ranks, self._threads, choose, stock_threads=stock_threads)
 
     def _measure(self, result: ShapeResult) -> None:
@@ -284,7 +283,7 @@ class _Bench:
             "modes": [mode.value for mode in request.modes],
             "repeats": request.repeats,
             "warmup": request.warmup,
-            "tiles": {name: value for name, value in vars(model.adapter).items() if name.startswith("tile_")},
+            "tiles": tile_settings(model.adapter),
             "frames_per_step": model.adapter.frames_per_step if model.facts.takes_frames else None,
         }
         if model.note is not None:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from vaepar.autoencoders import adapter_for
 from vaepar.autoencoders.feed import TensorFeed
+from vaepar.autoencoders.tiling import tile_settings
 from vaepar.errors import UsageError
 from vaepar.jobs.bench_presets import Preset
 from vaepar.jobs.bench_request import BenchRequest, bind_shape
-from vaepar.jobs.estimate import pixel_shape
 from vaepar.jobs.models import ModelSource, load_model, locate_model, settle_dtype
 from vaepar.latents import VaeFacts
 from vaepar.parallel.group import RankGroup
@@ -58,9 +58,8 @@ class BenchModel:
         config = {key: value for key, value in dict(self.adapter.config).items() if not key.startswith("_")}
         twin = base(**config)
         twin.load_state_dict(self.adapter.state_dict(), strict=True)
-        for name, value in vars(self.adapter).items():
-            if name.startswith("tile_") or name == "use_tiling":
-                setattr(twin, name, value)
+        for name, value in tile_settings(self.adapter).items():
+            setattr(twin, name, value)
         place(twin, self.dtype, self.adapter.device)
         return twin.eval().requires_grad_(False)
 
@@ -72,7 +71,7 @@ class BenchModel:
     def pixels(self, shape: tuple[int, ...]) -> TensorFeed:
         """Random pictures or a film in [-1, 1] that is encoded to a latent of this shape, the same on every rank."""
         generator = torch.Generator().manual_seed(_SEED)
-        x = torch.rand(pixel_shape(self.adapter, self.facts, shape), generator=generator) * 2 - 1
+        x = torch.rand(self.facts.pixel_shape(shape), generator=generator) * 2 - 1
         return TensorFeed(x.to(device=self.adapter.device, dtype=self.dtype))
 
     def _shapes(self, request: BenchRequest, preset: Preset | None) -> tuple[tuple[int, ...], ...]:

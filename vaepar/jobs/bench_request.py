@@ -30,6 +30,7 @@ class BenchRequest:
         operation: one of :data:`OPERATIONS`.
         modes: parallel modes to compare, in order.
         ranks: numbers of ranks to compare, ascending, each 1 or more.
+        baselines: measure stock diffusers too; its pictures are compared with either way.
         repeats, warmup: measured and unmeasured passes of every case; the first unmeasured one checks the result.
         threads: CPU threads of each rank; 1 when None (on GPUs: torch's own number).
         tile_size, tile_stride: pixels; None for the model's own. A size without a stride gets three quarters of it.
@@ -46,6 +47,7 @@ class BenchRequest:
     modes: tuple[VaeParallelMode, ...] = (VaeParallelMode.TILE, VaeParallelMode.AUTO)
     ranks: tuple[int, ...] = (1,)
     operation: str = "decode"
+    baselines: bool = True
     repeats: int = 3
     warmup: int = 1
     threads: int | None = None

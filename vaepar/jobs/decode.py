@@ -64,6 +64,9 @@ class _DecodeRun(BatchRun):
         if task.out_base is None:
             raise UsageError(f"{shown(task.path)} has no output name")
         paths, fmt = outputs_of(facts, task.out_base, self.decoding)
+        unused = self.decoding.video.unused(fmt.kind)
+        if unused:
+            task.row.notes.append(f"{', '.join(unused)} not used: the output is {fmt.kind}")
         self.observer.started(str(task.path), facts.num_frames * len(paths))
         selection = self.vae.select_mode(latent[:1])
         task.row.mode, task.row.mode_reason = selection.mode, selection.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from vaepar.atomic import remove_stale_temps
 from vaepar.autoencoders import VaeCapability
 from vaepar.autoencoders.feed import ReaderFeed
-from vaepar.errors import InputError, OutputError, UsageError, VaeparError
+from vaepar.errors import InputError, NonFiniteError, OutputError, UsageError, VaeparError
 from vaepar.jobs.inputs import Source, apart, may_replace, shard_of
 from vaepar.jobs.models import batch_norm_of
 from vaepar.jobs.outputs import Outputs, make_folder
@@ -29,11 +30,13 @@ from vaepar.latents import (
     LatentRecord,
     LatentState,
     VaeFacts,
+    count_nonfinite,
     from_vae_output,
     write_comfyui,
     write_latent,
     write_musubi,
 )
+from vaepar.latents.contract import FAMILY_LAYOUTS
 from vaepar.media import FrameSource, MediaItem, PictureRules, find_media, open_source, parse_frames, peek
 from vaepar.parallel.agreement import agree_on
 from vaepar.parallel.group import RankGroup
@@ -61,6 +64,15 @@ class _EncodeRun(BatchRun):
 
     def check_support(self, capability: VaeCapability) -> None:
         capability.require_encode(self.request.mode)
+
+    def check_facts(self, vae: VaeFacts) -> None:
+        request = self.encoding
+        self._rules(vae)
+        if request.layout is not None and request.layout not in FAMILY_LAYOUTS[vae.family]:
+            allowed = ", ".join(FAMILY_LAYOUTS[vae.family])
+            raise UsageError(f"--layout {request.layout} is not one of the family '{vae.family}'; it has {allowed}")
+        if request.frames_fit != "error" and not vae.takes_frames:
+            raise UsageError(f"--frames-fit {request.frames_fit} was given, but {vae.class_name} takes single pictures")
 
     def plan(self, vae: VaeFacts) -> list[Task]:
         request = self.encoding
@@ -104,7 +116,7 @@ class _EncodeRun(BatchRun):
             paths.append(preview_of(task.out_base))
         return {
             "layout": self._layout().value,
-            "state": self._state().value,
+            "state": self._state(self.source.facts).value,
             "latent": list(shape),
             "outputs": [str(path) for path in paths],
         }
@@ -115,7 +127,7 @@ class _EncodeRun(BatchRun):
         item = _item_from(task.path, task.item)
         with closing(open_source(item, self._rules())) as source:
             self._describe(task, source, item.files or (item.path,))
-            latent = self._encode(task.row, source)
+            latent = self._encode(task, source)
             path = output_of(task.out_base, self.encoding)
             task.row.outputs = [str(path)]
             if self.is_owner:
@@ -125,7 +137,9 @@ class _EncodeRun(BatchRun):
             with closing(open_source(item, self._rules())) as source:
                 preview = preview_of(task.out_base)
                 try:
-                    psnr = write_preview(preview, source, self._decoded(latent), speaks=self.is_owner)
+                    psnr = write_preview(
+                        preview, source, self._decoded(latent), named=task.path.name, speaks=self.is_owner
+                    )
                 except OutputError as error:
                     raise type(error)(f"the latents are written, their preview is not: {error}") from error
             task.row.outputs.append(str(preview))
@@ -149,13 +163,10 @@ class _EncodeRun(BatchRun):
     def _padded_frames(self, source: FrameSource) -> bool:
         return source.original_frames is not None and source.original_frames < source.frames
 
-    def _rules(self) -> PictureRules:
-        vae, request = self.source.facts, self.encoding
-        # FLUX.2 normalises latents in 2x2 patches, so its pictures need an even number of latents.
-        even = 2 if vae.family == "flux2" and self._state() is LatentState.NORM else 1
-        multiple = vae.spatial_ratio * even
-        channels = int(vae.config.get("input_channels", vae.config.get("in_channels", 3)))
-        patch = vae.config.get("patch_size")
+    def _rules(self, vae: VaeFacts | None = None) -> PictureRules:
+        """What pictures must become for the VAE of this run (or for ``vae``, before the run has begun)."""
+        vae, request = vae or self.source.facts, self.encoding
+        multiple = vae.spatial_ratio * (vae.norm_patch if self._state(vae) is LatentState.NORM else 1)
         bound = {} if request.max_pixels is None else {"max_pixels": request.max_pixels}
         return PictureRules(
             alpha=request.alpha,
@@ -163,7 +174,7 @@ class _EncodeRun(BatchRun):
             fit=request.fit,
             frames_step=vae.temporal_ratio if vae.takes_frames else None,
             frames_fit=request.frames_fit,
-            channels=channels // (patch * patch) if isinstance(patch, int) else channels,
+            channels=vae.pixel_channels,
             **bound,
         )
 
@@ -182,8 +193,9 @@ class _EncodeRun(BatchRun):
             )
         self.observer.started(str(task.path), source.frames)
 
-    def _encode(self, row: Row, source: FrameSource) -> Tensor:
+    def _encode(self, task: Task, source: FrameSource) -> Tensor:
         """The raw latent of the posterior on the owner; on other ranks an empty tensor."""
+        row = task.row
         pixels = (1, source.rules.channels, source.frames, source.height, source.width)
         feed = ReaderFeed(source.read, pixels, self.vae.dtype, self.group.device)
         selection = self.vae.select_encode_mode(pixels)
@@ -199,16 +211,16 @@ class _EncodeRun(BatchRun):
             return torch.empty(0)
         posterior = DiagonalGaussianDistribution(torch.cat(moments, dim=2) if len(moments) > 1 else moments[0])
         mode = self.encoding.posterior == "mode"
-        latent: Tensor = posterior.mode() if mode else posterior.sample(generator=self._generator(source))
+        latent: Tensor = posterior.mode() if mode else posterior.sample(generator=self._generator(task.path))
         return latent
 
-    def _generator(self, source: FrameSource) -> torch.Generator:
-        """Each file's own noise, from the seed and its name: neither the order of files nor the ranks matter."""
-        name = f"{self.encoding.seed or 0}:{Path(source.name).name}"
-        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+    def _generator(self, path: Path) -> torch.Generator:
+        """Each file's own noise, from the seed and its name: neither folder nor other files nor ranks matter."""
+        name = f"{self.encoding.seed or 0}:".encode() + os.fsencode(path.name)
+        return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name).digest()[:7], "big"))
 
-    def _state(self) -> LatentState:
-        if self.encoding.target == "comfyui" and self.source.facts.family != "flux2":
+    def _state(self, vae: VaeFacts) -> LatentState:
+        if self.encoding.target == "comfyui" and vae.norm_patch == 1:
             return LatentState.RAW
         return self.encoding.state or LatentState.NORM
 
@@ -216,18 +228,26 @@ class _EncodeRun(BatchRun):
         if self.encoding.layout is not None:
             return self.encoding.layout
         vae = self.source.facts
-        if vae.family == "flux2" and self._state() is LatentState.NORM:
+        if vae.norm_patch > 1 and self._state(vae) is LatentState.NORM:
             return LatentLayout.GRID128
         return LatentLayout.BCFHW if vae.takes_frames else LatentLayout.BCHW
 
     def _write(self, path: Path, latent: Tensor, task: Task, source: FrameSource) -> None:
         request, vae = self.encoding, self.source.facts
+        nan, infinite = count_nonfinite(latent)
+        if nan or infinite:
+            raise NonFiniteError(
+                f"{shown(task.path)}: encoded to {nan} NaN and {infinite} infinite of {latent.numel()} values; another "
+                f"--dtype may help"
+            )
         bn = batch_norm_of(self.vae)
-        stored = from_vae_output(latent.float(), vae, layout=self._layout(), state=self._state(), bn=_in_float(bn))
+        stored = from_vae_output(
+            latent.float(), vae, layout=self._layout(), state=self._state(self.source.facts), bn=_in_float(bn)
+        )
         record = LatentRecord(
             vae=vae,
             layout=self._layout(),
-            state=self._state(),
+            state=self._state(self.source.facts),
             height=source.height,
             width=source.width,
             num_frames=source.frames,

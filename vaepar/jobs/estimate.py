@@ -19,6 +19,7 @@ from torch import Tensor
 from vaepar.autoencoders import adapter_for
 from vaepar.autoencoders.feed import TensorFeed
 from vaepar.autoencoders.selection import DIRECT, Selection
+from vaepar.autoencoders.spatial import DEFAULT_FRAMES_PER_STEP
 from vaepar.errors import ModelError
 from vaepar.jobs.ghost import META, FusedAttention, GhostGroup, LiveBytes
 from vaepar.jobs.models import quiet_diffusers
@@ -60,7 +61,7 @@ def estimate_peak_bytes(
     *,
     operation: str = "decode",
     tiles: tuple[int, int] | None = None,
-    frames_per_step: int = 4,
+    frames_per_step: int = DEFAULT_FRAMES_PER_STEP,
     device: str = "cpu",
     threads: int = 1,
 ) -> Estimate:
@@ -117,19 +118,11 @@ def select_for(
     _prepare(model, mode, size)
     shape = (1, *latent_shape[1:])
     selection: Selection = (
-        model.select_encode_mode(pixel_shape(model, facts, shape))
+        model.select_encode_mode(facts.pixel_shape(shape))
         if operation == "encode"
         else model.select_mode(torch.empty(shape, device=META))
     )
     return selection
-
-
-def pixel_shape(model: Any, facts: VaeFacts, latent_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[B, C, T, H, W] (T is 1 for pictures) of the pixels that a model encodes to a latent of that shape."""
-    patch = model.patch_size if facts.takes_frames else 1
-    frames = 1 + facts.temporal_ratio * (latent_shape[2] - 1) if len(latent_shape) == 5 else 1
-    height, width = (side * facts.spatial_ratio for side in latent_shape[-2:])
-    return latent_shape[0], model.encoder.conv_in.in_channels // patch**2, frames, height, width
 
 
 @lru_cache(maxsize=4)
@@ -180,7 +173,7 @@ def _measure(
     model.frames_per_step = frames_per_step
     enough = 3 if mode == DIRECT or mode == "tile" else 1 + 2 * frames_per_step
     if operation == "encode":
-        pixels = pixel_shape(model, facts, _latent(shape, dtype, enough).shape)
+        pixels = facts.pixel_shape(tuple(_latent(shape, dtype, enough).shape))
         feed = TensorFeed(torch.empty(pixels, dtype=dtype, device=META))
         return weights, _encoding(model, own, feed, mode, size, unfolds)
     if mode == "tile":

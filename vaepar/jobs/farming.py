@@ -31,6 +31,7 @@ class Farming:
         retreat: try a file that does not fit the memory again with less, instead of failing it at once.
         shard: (i, j, n): of the sorted inputs, cut into n parts, only the parts i to j, counted from 0.
         dry_run: plan for so many ranks and do nothing; None for a real run.
+        dry_device: ``cpu`` or ``cuda``: for which the plan estimates memory; it need not be here.
     """
 
     vae_parallel_size: int | str = AUTO
@@ -39,6 +40,7 @@ class Farming:
     retreat: bool = True
     shard: Shard | None = None
     dry_run: int | None = None
+    dry_device: str = "cpu"
 
     def __post_init__(self) -> None:
         size = self.vae_parallel_size

@@ -86,7 +86,8 @@ def choose_grouping(
         return Grouping(size=size, count=world // size, reason="asked for")
     sizes = allowed_sizes(world, local, farming.across_nodes)
     if shares:
-        return Grouping(size=sizes[-1], count=world // sizes[-1], reason="the mode shares each latent among all ranks")
+        whose = "all ranks" if sizes[-1] == world else "the ranks of a machine"
+        return Grouping(size=sizes[-1], count=world // sizes[-1], reason=f"the mode shares each latent among {whose}")
     enough = [size for size in sizes if world // size <= max(files, 1)] or [sizes[-1]]
     fitting = [size for size in enough if fits(size)]
     size = fitting[0] if fitting else enough[-1]

@@ -12,6 +12,7 @@ from pathlib import Path
 from vaepar.errors import InputError, UsageError
 from vaepar.jobs.farming import Shard
 from vaepar.launch import World
+from vaepar.media.find import natural_key
 from vaepar.text import shown
 
 SUFFIXES = (".safetensors", ".latent")
@@ -48,14 +49,18 @@ def find_sources(inputs: Sequence[str], out: Path, name: str = "{stem}", recursi
     """
     found: dict[Path, Source] = {}
     for text in inputs:
-        for path, folder in _expand(text, recursive):
-            if path in found:
-                continue
-            if folder is _NOTHING:
-                found[path] = Source(path=path, problem=_missing(text))
-            else:
-                base = _base(path, folder, out, name, len(found))
-                found[path] = Source(path=path, out_base=base)
+        try:
+            for path, folder in _expand(text, recursive):
+                if path in found:
+                    continue
+                if folder is _NOTHING:
+                    found[path] = Source(path=path, problem=_missing(text))
+                else:
+                    base = _base(path, folder, out, name, len(found))
+                    found[path] = Source(path=path, out_base=base)
+        except (OSError, ValueError) as error:  # a name too long, no right to look; ValueError: a null byte
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            found[Path(text)] = Source(path=Path(text), problem=f"{shown(text)}: cannot be looked at: {reason}")
     return tuple(apart(found.values()))
 
 
@@ -95,12 +100,18 @@ def _expand(text: str, recursive: bool) -> Iterable[tuple[Path, Path | None]]:
     path = Path(text)
     if path.is_dir():
         pattern = "**/*" if recursive else "*"
-        files = sorted(p for p in path.glob(pattern) if p.suffix.lower() in SUFFIXES and p.is_file())
+        files = sorted((p for p in path.glob(pattern) if _is_latent(p, path)), key=lambda p: natural_key(str(p)))
         return [(p, path if recursive else None) for p in files] or [(path, _NOTHING)]
     if path.exists() or not glob.has_magic(text):
         return [(path, None if path.exists() else _NOTHING)]
-    matches = sorted(Path(p) for p in glob.glob(text, recursive=recursive))  # noqa: PTH207  # Path has no absolute glob
+    matches = [Path(p) for p in sorted(glob.glob(text, recursive=True), key=natural_key)]  # noqa: PTH207  # Path has no absolute glob
     return [(p, None) for p in matches if p.is_file()] or [(path, _NOTHING)]
+
+
+def _is_latent(path: Path, top: Path) -> bool:
+    """Whether a file found in a folder is one to decode; hidden files and folders (``._x`` of macOS) are not."""
+    hidden = any(part.startswith(".") for part in path.relative_to(top).parts)
+    return not hidden and path.suffix.lower() in SUFFIXES and path.is_file()
 
 
 def _missing(text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from vaepar.errors import InputError
+from vaepar.errors import InputError, UsageError
 from vaepar.launch import World
 from vaepar.text import shown
 
@@ -32,11 +32,13 @@ def expand_inputs(named: Sequence[str], lists: Sequence[str], *, null: bool = Fa
         null: entries end with NUL instead of a line's end.
 
     Raises:
-        InputError: a list that cannot be read.
+        InputError: a list that cannot be read. UsageError: ``null`` without a list.
     """
+    if null and not lists and not any(_is_list(text) for text in named):
+        raise UsageError("--null (-0) was given without a list; it goes with --list, - or @FILE")
     found: list[str] = []
     for text in named:
-        if text == STDIN or (text.startswith("@") and len(text) > 1):
+        if _is_list(text):
             found.extend(_entries(text.removeprefix("@"), null))
         else:
             found.append(text)
@@ -63,6 +65,10 @@ def stdin_for_ranks(inputs: Sequence[str]) -> Iterator[None]:
             yield
         finally:
             del os.environ[_HANDED_ON]
+
+
+def _is_list(text: str) -> bool:
+    return text == STDIN or (text.startswith("@") and len(text) > 1)
 
 
 def _read_stdin() -> bytes:

@@ -277,7 +277,7 @@ def settle_dtype(asked: str, source: ModelSource, device: torch.device) -> tuple
     dtype: torch.dtype = getattr(torch, name)
     if dtype == torch.float16:
         said = None if asked == "auto" else asked
-        if bool(source.facts.config.get("force_upcast", source.facts.family == "kl")):
+        if source.facts.upcasts:
             return torch.float32, f"{said or 'float16 weights'}: the model's force_upcast asks for float32; using it"
         if device.type == "cpu":
             return torch.float32, "float16 on a CPU: using float32"

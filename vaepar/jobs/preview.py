@@ -15,13 +15,16 @@ from vaepar.media import FrameSource, OutputFormat, open_sink
 _SHOWN = 4  # frames of a film
 
 
-def write_preview(path: Path, source: FrameSource, decoded: Iterator[Tensor], *, speaks: bool) -> float | None:
+def write_preview(
+    path: Path, source: FrameSource, decoded: Iterator[Tensor], *, named: str, speaks: bool
+) -> float | None:
     """Compare a source with decoded chunks, frame by frame, and write some of the pairs.
 
     Args:
         path: a PNG.
         source: the originals, from their start.
         decoded: chunks [C, t, H, W] in time order, range [-1, 1]; nothing on ranks that do not own them.
+        named: the input, for the sheet's metadata.
         speaks: whether this rank writes.
 
     Returns:
@@ -46,7 +49,7 @@ def write_preview(path: Path, source: FrameSource, decoded: Iterator[Tensor], *,
     height, width = sheet.shape[-2:]
     found_ratio = psnr(error / values)
     ratio = math.inf if found_ratio is None else found_ratio
-    metadata = {"source": path.name, "psnr_db": f"{ratio:.4f}"}
+    metadata = {"source": named, "psnr_db": f"{ratio:.4f}"}
     with open_sink(
         path, OutputFormat(kind="png"), height=height, width=width, frames=1, metadata=metadata, overwrite=True
     ) as sink:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -162,31 +162,30 @@ class RunReport:
         }
 
 
-def check_report(path: Path) -> None:
+def check_report(flag: str, path: Path) -> None:
     """Raise :class:`UsageError` when a report could not be written there, before hours of work end without one."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UsageError(f"--report {shown(path)} is no regular file; it is a file that is written or replaced")
-    if path.exists() and not _is_json(path):
-        raise UsageError(f"--report {shown(path)} is there and is no report; only a report is replaced")
+        raise UsageError(f"{flag} {shown(path)} is no regular file; it is a file that is written or replaced")
+    if path.exists() and not _is_json(flag, path):
+        raise UsageError(f"{flag} {shown(path)} is there and is no report; only a report is replaced")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         discard(create_temp_file(path))
     except OSError as error:
-        raise UsageError(f"--report {shown(path)} cannot be written: {error.strerror or error}") from None
+        raise UsageError(f"{flag} {shown(path)} cannot be written: {error.strerror or error}") from None
     except OutputError as error:
-        raise UsageError(f"--report: {error}") from None
+        raise UsageError(f"{flag}: {error}") from None
 
 
-def _is_json(path: Path) -> bool:
+def _is_json(flag: str, path: Path) -> bool:
     """Whether a file could be a report: it is empty, or begins as JSON does. Latents and pictures do not."""
     try:
         with path.open("rb") as file:
             return file.read(1) in (b"", b"{", b"[")
     except OSError as error:
-        raise UsageError(f"--report {shown(path)} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{flag} {shown(path)} cannot be read: {error.strerror or error}") from None
 
 
-def write_report(path: Path, reports: RunReport | Sequence[RunReport]) -> None:
+def write_report(path: Path, report: RunReport) -> None:
     """Write the report whole or not at all. Raises :class:`OutputError`."""
-    data = reports.to_json() if isinstance(reports, RunReport) else [report.to_json() for report in reports]
-    write_whole(path, (json.dumps(data, indent=2) + "\n").encode())
+    write_whole(path, (json.dumps(report.to_json(), indent=2) + "\n").encode())

@@ -6,7 +6,7 @@ import string
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from vaepar.config import VaeParallelMode
 from vaepar.errors import UsageError
@@ -14,6 +14,7 @@ from vaepar.jobs.farming import Farming
 from vaepar.latents import LatentLayout, LatentRequest, LatentState
 from vaepar.media import FrameRange, OutputFormat
 from vaepar.media.formats import Kind
+from vaepar.media.source import Alpha, Fit, FramesFit
 from vaepar.text import shown
 
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
@@ -52,6 +53,13 @@ class VideoSettings:
         if self.format == "png" and frames > 1:
             raise UsageError(f"--format png holds one picture, this file has {frames} frames; png-sequence holds them")
         return self.format
+
+    def unused(self, kind: str) -> tuple[str, ...]:
+        """The flags that were given and say nothing about an output of this kind, which ``auto`` has chosen."""
+        video = {"--fps": self.fps, "--crf": self.crf, "--codec": self.codec, "--pix-fmt": self.pix_fmt}
+        video |= {"--preset": self.preset}
+        asked = {"--png-level": self.png_level} if kind in ("mp4", "ffv1") else video
+        return tuple(flag for flag, value in asked.items() if value is not None) if self.format == "auto" else ()
 
     def output_format(self, kind: str, fps: Fraction | None) -> OutputFormat:
         """The format of one output. With ``auto``, settings that only the other kind has are left out."""
@@ -190,9 +198,9 @@ class EncodeRequest(BatchRequest):
     """
 
     frames: FrameRange | None = None
-    alpha: Literal["refuse", "drop", "white", "black", "keep"] = "refuse"
-    fit: Literal["error", "crop", "pad", "resize"] = "error"
-    frames_fit: Literal["error", "trim", "pad"] = "error"
+    alpha: Alpha = "refuse"
+    fit: Fit = "error"
+    frames_fit: FramesFit = "error"
     max_pixels: int | None = None
     posterior: str = "mode"
     seed: int | None = None
@@ -206,10 +214,12 @@ class EncodeRequest(BatchRequest):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "stored", dtype_name("--save-dtype", self.stored, DTYPES[1:]))
+        if self.max_pixels is not None and self.max_pixels < 1:
+            raise UsageError(f"--max-pixels is {self.max_pixels}; it is a whole number of pixels, 1 or more")
         for flag, value, allowed in (
-            ("--alpha", self.alpha, ("refuse", "drop", "white", "black", "keep")),
-            ("--fit", self.fit, ("error", "crop", "pad", "resize")),
-            ("--frames-fit", self.frames_fit, ("error", "trim", "pad")),
+            ("--alpha", self.alpha, get_args(Alpha)),
+            ("--fit", self.fit, get_args(Fit)),
+            ("--frames-fit", self.frames_fit, get_args(FramesFit)),
             ("--posterior", self.posterior, ("mode", "sample")),
             ("--as", self.target, TARGETS),
         ):

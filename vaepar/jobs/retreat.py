@@ -6,12 +6,13 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from vaepar.autoencoders.selection import DIRECT
+from vaepar.autoencoders.tiling import tile_settings
 from vaepar.config import VaeParallelMode
 
 # A tile of fewer latents is mostly overlap and border; what does not fit then will not fit at all.
@@ -47,17 +48,17 @@ class Effort:
         """
         sharded = used not in (None, DIRECT, VaeParallelMode.TILE.value)
         if sharded and self.frames_per_step > 1:
-            return self._with(frames_per_step=self.frames_per_step // 2)
+            return replace(self, frames_per_step=self.frames_per_step // 2)
         if used == DIRECT and extent is not None and extent // ratio >= ranks > 1:
             # Only what is larger than a tile is shared at all; with tiles of one latent everything is.
-            return self._with(mode=VaeParallelMode.AUTO, tile=ratio, stride=ratio)
+            return replace(self, mode=VaeParallelMode.AUTO, tile=ratio, stride=ratio)
         whole = extent or self.tile
         tile = self.tile if sharded and ratio < self.tile < whole else min(self.tile, whole) // 2 // ratio * ratio
         if sharded and self.tile == ratio:
             tile = whole // 2 // ratio * ratio
         if tile < _LEAST_TILE_LATENTS * ratio:
             return None
-        return self._with(mode=VaeParallelMode.TILE, tile=tile, stride=max(ratio, tile * 3 // 4 // ratio * ratio))
+        return replace(self, mode=VaeParallelMode.TILE, tile=tile, stride=max(ratio, tile * 3 // 4 // ratio * ratio))
 
     def words(self) -> str:
         if self.mode is VaeParallelMode.TILE:
@@ -72,22 +73,17 @@ class Effort:
         values = json.loads(text)
         return cls(**values | {"mode": VaeParallelMode.parse(values["mode"])})
 
-    def _with(self, **changes: Any) -> Effort:
-        return Effort(**{**{key: getattr(self, key) for key in self.__dataclass_fields__}, **changes})
-
 
 def effort_of(vae: Any) -> Effort:
     """The effort that an adapter is set to."""
-    tile = getattr(vae, "tile_sample_min_height", None) or vae.tile_sample_min_size
-    stride = getattr(vae, "tile_sample_stride_height", None) or int(tile * (1 - vae.tile_overlap_factor))
-    return Effort(mode=vae.parallel_mode, frames_per_step=vae.frames_per_step, tile=int(tile), stride=int(stride))
+    tile, stride = vae.tile_pixels
+    return Effort(mode=vae.parallel_mode, frames_per_step=vae.frames_per_step, tile=tile, stride=stride)
 
 
 @contextmanager
 def kept_settings(vae: Any, ranks: int) -> Iterator[None]:
     """Set tiles, mode and steps of the adapter back when the block ends: the next file begins as asked for."""
-    names = ("use_tiling", "frames_per_step")
-    before = {name: value for name, value in vars(vae).items() if name.startswith("tile_") or name in names}
+    before = tile_settings(vae)
     mode, frames = vae.parallel_mode, vae.frames_per_step
     try:
         yield

@@ -20,6 +20,7 @@ import torch
 
 from vaepar.autoencoders import VaeCapability, adapter_for
 from vaepar.autoencoders.mixin import check_pixels
+from vaepar.autoencoders.tiling import tile_settings
 from vaepar.config import VaeParallelMode
 from vaepar.errors import (
     DeviceMemoryError,
@@ -76,6 +77,10 @@ class BatchRun(ABC):
     @abstractmethod
     def check_support(self, capability: VaeCapability) -> None:
         """Raise when the family's adapter cannot do what was asked."""
+
+    def check_facts(self, vae: VaeFacts) -> None:
+        """Raise :class:`UsageError` for what was asked and no file can have with this VAE."""
+        return
 
     @abstractmethod
     def plan(self, vae: VaeFacts) -> list[Task]:
@@ -165,13 +170,14 @@ class BatchRun(ABC):
             need_weights=farming.dry_run is None,
         )
         self.check_support(adapter_for(source.facts.class_name).capability)
+        self.check_facts(source.facts)
         tiles = request.tiles(source.facts.spatial_ratio)
         if tiles is not None:
             check_pixels(*tiles, source.facts.spatial_ratio)
         if farming.dry_run is None:
             make_folder(request.out)
         if request.report is not None:
-            check_report(request.report)
+            check_report("--report", request.report)
         return source
 
     def _plan(self) -> tuple[list[Task], Grouping]:
@@ -200,7 +206,7 @@ class BatchRun(ABC):
 
     def _describe_plan(self, tasks: Sequence[Task], grouping: Grouping) -> None:
         """What a real run would do, in the rows and groups of the report."""
-        budget = Budget(self.operation, self.request, self.source.facts, self.dtype, self.group.device.type)
+        budget = Budget(self.operation, self.request, self.source.facts, self.dtype, self.request.farming.dry_device)
         self.report.dry_run = True
         self.report.ranks = grouping.size * grouping.count
         self.report.dtype = str(self.dtype).removeprefix("torch.")
@@ -236,9 +242,7 @@ class BatchRun(ABC):
                 self.report.dtype,
                 digest,
             )
-            logger.info(
-                "tiles: %s", {name: value for name, value in vars(self.vae).items() if name.startswith("tile_")}
-            )
+            logger.info("tiles: %s", tile_settings(self.vae))
 
     def _do_all(self, tasks: Sequence[Task]) -> None:
         """File after file; each one's writers finish while the next one is worked on."""

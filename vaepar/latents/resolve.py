@@ -65,8 +65,12 @@ def resolve(header: LatentHeader, vae: VaeFacts, request: LatentRequest | None =
     layout = settle_layout(case, own)
     state, prescale = _state(case, layout, own)
     shape, size = settle_shape(case, layout)
-    if vae.family == "flux2" and state is LatentState.NORM and (shape[-2] % 2 or shape[-1] % 2):
-        case.refuse(f"{shape[-2]}x{shape[-1]} latents cannot be normalised in 2x2 patches; even numbers are needed")
+    patch = vae.norm_patch
+    if state is LatentState.NORM and (shape[-2] % patch or shape[-1] % patch):
+        case.refuse(
+            f"{shape[-2]}x{shape[-1]} latents cannot be normalised in {patch}x{patch} patches; "
+            f"multiples of {patch} are needed"
+        )
     trim = _trim(case, shape)
     if trim:
         shape = (*shape[:2], shape[2] - trim, *shape[3:])

@@ -41,6 +41,9 @@ class VaeFacts:
         scaling_factor, shift_factor: raw = norm / scaling_factor + shift_factor; None where the config has none.
         latents_mean, latents_std: one number a channel, or None.
         batch_norm_eps: epsilon beside the running variance (FLUX.2).
+        pixel_channels: of pictures, 3 or 4.
+        norm_patch: latents a side that are normalised together, so that normalised latents need a multiple of it.
+        upcasts: float16 overflows in it, so that it must run in float32.
         layered: the VAE was trained for layers (4 colour channels), whose frames are not a film.
         config: the whole configuration.
 
@@ -59,6 +62,9 @@ class VaeFacts:
     latents_mean: tuple[float, ...] | None = None
     latents_std: tuple[float, ...] | None = None
     batch_norm_eps: float | None = None
+    pixel_channels: int = 3
+    norm_patch: int = 1
+    upcasts: bool = False
     layered: bool = False
     config: Mapping[str, Any] = field(hash=False, repr=False)
 
@@ -96,6 +102,12 @@ class VaeFacts:
     def takes_frames(self) -> bool:
         """Whether the VAE's input has a frame axis."""
         return self.family in VIDEO_FAMILIES
+
+    def pixel_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """[B, C, T, H, W] (T is 1 for pictures) of the pixels of a latent [B, C, H, W] or [B, C, T, H, W]."""
+        frames = 1 + self.temporal_ratio * (latent_shape[2] - 1) if len(latent_shape) == 5 else 1
+        height, width = (side * self.spatial_ratio for side in latent_shape[-2:])
+        return latent_shape[0], self.pixel_channels, frames, height, width
 
     def constants(self) -> dict[str, Any]:
         """The normalisation's numbers, as a file's ``scaling`` metadata keeps them."""
@@ -162,6 +174,8 @@ def _kl(config: _Config) -> dict[str, Any]:
         "default_fps": None,
         "scaling_factor": config.number("scaling_factor", 0.18215),
         "shift_factor": config.number("shift_factor", None),
+        "pixel_channels": config.count("in_channels", 3),
+        "upcasts": config.given("force_upcast") in (None, True),
         "latents_mean": config.numbers("latents_mean", None),
         "latents_std": config.numbers("latents_std", None),
     }
@@ -178,6 +192,8 @@ def _flux2(config: _Config) -> dict[str, Any]:
         "temporal_ratio": 1,
         "default_fps": None,
         "batch_norm_eps": config.number("batch_norm_eps", 1e-4),
+        "pixel_channels": config.count("in_channels", 3),
+        "norm_patch": patch[0],
     }
 
 
@@ -197,6 +213,7 @@ def _qwenimage(config: _Config) -> dict[str, Any]:
         **_causal(config),
         "family": "qwenimage",
         "default_fps": None,
+        "pixel_channels": config.count("input_channels", 3),
         "layered": config.count("input_channels", 3) == 4,
     }
 
@@ -205,6 +222,7 @@ def _wan(config: _Config) -> dict[str, Any]:
     facts = _causal(config)
     patch = 1 if config.given("patch_size") is None else config.count("patch_size", 1)
     facts["spatial_ratio"] *= patch
+    facts["pixel_channels"] = config.count("in_channels", 3) // patch**2
     for key, made in (("scale_factor_spatial", "spatial_ratio"), ("scale_factor_temporal", "temporal_ratio")):
         said = config.given(key)
         if said is not None and said != facts[made]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Mapping
@@ -20,8 +19,6 @@ from vaepar.text import shape_text, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +125,9 @@ def write_comfyui(path: str | os.PathLike[str], tensor: Tensor, record: LatentRe
     ComfyUI keeps latents raw, except FLUX.2, whose patched grid it keeps normalised. Arguments and errors are those
     of :func:`write_latent`; a record of another state or layout is a :class:`UsageError`.
     """
-    flux2 = record.vae.family == "flux2"
-    state = LatentState.NORM if flux2 else LatentState.RAW
-    layouts = (LatentLayout.GRID128,) if flux2 else (LatentLayout.BCHW, LatentLayout.BCFHW)
+    patched = record.vae.norm_patch > 1
+    state = LatentState.NORM if patched else LatentState.RAW
+    layouts = (LatentLayout.GRID128,) if patched else (LatentLayout.BCHW, LatentLayout.BCFHW)
     _require(record, state, layouts, "a ComfyUI latent")
     _check_tensor(tensor, record)
     _write(Path(path), {COMFYUI_KEY: tensor, COMFYUI_VERSION_KEY: tensor.new_empty(0)}, {})

@@ -26,7 +26,7 @@ def open_source(item: MediaItem, rules: PictureRules) -> FrameSource:
 
 
 def peek(item: MediaItem, rules: PictureRules) -> tuple[int, int, int | None]:
-    """Height, width and number of frames of an item before fitting, from headers alone; None: not counted (a video).
+    """Height, width and number of frames of an item before fitting, by headers alone; None where they do not tell.
 
     Raises:
         InputError: the item has a problem or cannot be read.
@@ -38,6 +38,8 @@ def peek(item: MediaItem, rules: PictureRules) -> tuple[int, int, int | None]:
         raise InputError(item.problem)
     if item.kind == "video":
         facts = probe(item.path, rules.max_pixels)
-        return facts.height, facts.width, None
+        if facts.seconds is None or facts.nominal is None:
+            return facts.height, facts.width, None
+        return facts.height, facts.width, max(1, round(facts.seconds * facts.nominal))
     files = item.files or (item.path,)
     return *picture_size(files[0], rules), len(files)

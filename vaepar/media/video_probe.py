@@ -37,6 +37,7 @@ class VideoFacts:
         full_range: black and white are the ends of the range; None: not tagged.
         matrix, primaries, transfer: colour tags in ffmpeg's words, ``unknown`` where there is none.
         nominal: ffmpeg's guess at the frame rate, None if it has none.
+        seconds: the duration that the header claims, None if it claims none.
         gif: the container is GIF, whose ticks are the exact times.
         options: input options that every later call needs.
         notes: what was found that a user should know.
@@ -53,6 +54,7 @@ class VideoFacts:
     primaries: str
     transfer: str
     nominal: Fraction | None
+    seconds: Fraction | None
     gif: bool
     options: tuple[str, ...]
     notes: tuple[str, ...]
@@ -100,6 +102,7 @@ def probe(path: Path, max_pixels: int) -> VideoFacts:
         primaries=colour[3],
         transfer=colour[4],
         nominal=Fraction(int(rate[1]), int(rate[2])) if rate and int(rate[1]) and int(rate[2]) else None,
+        seconds=_duration(answer.log),
         gif=re.search(r"^\[info\] Input #0, gif, from", answer.log, re.MULTILINE) is not None,
         options=options,
         notes=_notes(answer, frame),
@@ -151,6 +154,13 @@ def _first_frame(path: Path, max_pixels: int, options: tuple[str, ...]) -> Answe
         "-frames:v", "1", "-f", "null", "-",
     )  # fmt: skip
     return ask(arguments, quoted(path), level="info")
+
+
+def _duration(log: str) -> Fraction | None:
+    found = re.search(r"Duration: (\d+):(\d+):(\d+\.\d+)", log)
+    if found is None:
+        return None
+    return int(found[1]) * 3600 + int(found[2]) * 60 + Fraction(found[3])
 
 
 def _alpha_options(answer: Answer) -> tuple[str, ...]:

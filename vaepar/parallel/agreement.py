@@ -28,10 +28,6 @@ _OUT_OF_MEMORY_WORDS = (
 )
 
 
-class StageFailedError(errors.RankError):
-    """A rank failed with an exception that is not one of ours; every rank raises this class with that rank's words."""
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that a device or the host has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -43,10 +39,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def agreed(group: RankGroup, stage: str) -> Iterator[None]:
     """Run a block that all ranks of ``group`` enter; all of them leave it normally, or all of them raise.
 
-    When any rank failed for another reason than memory, all ranks raise that error's class (:class:`StageFailedError`
-    for foreign exceptions); when ranks only ran out of memory, all raise :class:`DeviceMemoryError`. Blocks nest: an
-    inner block only raises the alarm, and the outermost one compares outcomes, so that the ranks always meet at the
-    same place, wherever in the block one of them failed.
+    When any rank failed for another reason than memory, all ranks raise that error's class
+    (:class:`~vaepar.errors.StageFailedError` for foreign exceptions); when ranks only ran out of memory, all raise
+    :class:`DeviceMemoryError`. Blocks nest: an inner block only raises the alarm, and the outermost one compares
+    outcomes, so that the ranks always meet at the same place, wherever in the block one of them failed.
 
     Args:
         group: the ranks that run the block.
@@ -123,7 +119,7 @@ def _rebuild(told: dict[str, str], source: int, group: RankGroup, error: BaseExc
     if told["type"] in ("MemoryError", "OutOfMemoryError") or is_out_of_memory(fake):
         # No cause is attached: its traceback would keep alive the tensors that filled the memory.
         return DeviceMemoryError(f"{where}out of memory in {told['stage']}: {told['words'] or 'no details'}")
-    failure = StageFailedError(f"{where}{told['stage']} failed: {told['type']}: {told['words']}")
+    failure = errors.StageFailedError(f"{where}{told['stage']} failed: {told['type']}: {told['words']}")
     if group.rank == source:
         failure.__cause__ = error
     return failure

@@ -35,7 +35,7 @@ class GridSpec:
     Args:
         split_dims: tensor dimensions that are split, (2, 3) for [B, C, H, W].
         grid_shape: tiles along each split dimension, (rows, columns).
-        tile_spec: what the model's merge needs: blend extents, strides, final size.
+        tile_spec: what the model's merge needs, by name; the tile merges of this package take their ``plan``.
         output_dtype: dtype of the decoded tiles; that of the input when None.
         steps: pieces in time that each tile is made in; 1 for images.
     """
@@ -190,7 +190,7 @@ class DistributedVaeExecutor:
             for task, walk in zip(tasks, walks, strict=True):
                 self.group.check_alarm()
                 tile = next(walk).contiguous()
-                tag = _tag(task, step, grid)
+                tag = _tag(task, step)
                 if task.output_shapes is None:
                     sent.append(self.group.isend(_shape_header(tile), self.owner, tag=tag))
                 sent.append(self.group.isend(tile, self.owner, tag=tag))
@@ -226,7 +226,7 @@ class DistributedVaeExecutor:
         self, task: TileTask, rank: int, step: int, grid: GridSpec, dtype: torch.dtype
     ) -> Callable[[], Tensor]:
         """Start receiving one tile; the returned function waits for it."""
-        group, tag = self.group, _tag(task, step, grid)
+        group, tag = self.group, _tag(task, step)
         if task.output_shapes is not None:
             buffer = torch.empty(task.output_shapes[step], dtype=dtype, device=group.device)
             pending = group.irecv(buffer, rank, tag=tag)
@@ -292,7 +292,7 @@ def _shape_header(tile: Tensor) -> Tensor:
     return torch.tensor([len(shape), *shape, *[0] * (_HEADER - 1 - len(shape))], dtype=torch.int64, device=tile.device)
 
 
-def _tag(task: TileTask, step: int, grid: GridSpec) -> int:
+def _tag(task: TileTask, step: int) -> int:
     # The step's parity is enough: a rank is at most a few steps ahead, and equal tags between two ranks keep order.
     return 2 * task.tile_id + step % 2
 

@@ -1,4 +1,4 @@
-"""N ranks as threads of one process: the group for tests, dry runs and counting messages.
+"""N ranks as threads of one process: the group for tests and for counting messages.
 
 Tensors are copied when they are sent, as on a wire, so a rank that writes to a tensor after sending it changes
 nothing at the receiver. Waits end as soon as another rank raises the alarm or leaves without agreement.

@@ -242,13 +242,3 @@ def _mirror(row: int, extent: int, mode: PadMode) -> int:
 def eligible_axes(extents: Sequence[tuple[Axis, int]], size: int) -> tuple[Axis, ...]:
     """The axes on which every one of ``size`` ranks owns a row, as given: ``(("height", 60), ("width", 104))``."""
     return tuple(axis for axis, extent in extents if extent >= size)
-
-
-def auto_axis(height: int, width: int, size: int) -> Axis | None:
-    """The longer axis that gives every rank a row, width on ties; None when neither does."""
-    axes = eligible_axes((("height", height), ("width", width)), size)
-    if not axes:
-        return None
-    if len(axes) == 2:
-        return "height" if height > width else "width"
-    return axes[0]

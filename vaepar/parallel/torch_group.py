@@ -29,11 +29,11 @@ from vaepar.parallel.group import Message, Pending, RankGroup, SoloGroup, WaitAl
 
 # A rank may compute for hours between two meetings; a dead peer is noticed by its closed socket, not by this limit.
 _PATIENCE = timedelta(days=2)
-_MEETING = timedelta(minutes=10)
+_MEETING_SECONDS = 600.0
 _EXCHANGE_TAG = 1 << 20
 _POISON_TAG = 1 << 21
 _WATCH_SECONDS = 0.5
-_MEETING_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 # The members of a group make their groups of the same ranks in the same order, so equal numbers name equal groups.
 _made: Counter[tuple[int, ...]] = Counter()
@@ -133,12 +133,18 @@ class TorchGroup(RankGroup):
     Args:
         ranks: the global ranks of the group in group order, own rank among them; all ranks of the world when None.
         device: where tensors live; a CUDA device makes the data plane NCCL. CPU when None.
+        timeout_seconds: how long to wait for members that have not come.
 
     Every member constructs its groups in the same order. Raises :class:`UsageError` when torch.distributed is not
     initialised or the own rank is not in ``ranks``.
     """
 
-    def __init__(self, ranks: Sequence[int] | None = None, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int] | None = None,
+        device: torch.device | None = None,
+        timeout_seconds: float = _MEETING_SECONDS,
+    ) -> None:
         if not dist.is_initialized():
             raise UsageError("a group of ranks needs torch.distributed to be initialised; start with torchrun")
         self._ranks = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
@@ -151,7 +157,7 @@ class TorchGroup(RankGroup):
         self._name = f"vaepar/{_made[members]}/{'-'.join(map(str, members))}"
         _made[members] += 1
         self._epoch = 0
-        self._meet()
+        self._meet(timeout_seconds)
         self._control = _GlooPlane(self._store, f"{self._name}/control", self.rank, self.size)
         self._data: _Plane = self._open_data()
         self._alarmed = False
@@ -190,14 +196,16 @@ class TorchGroup(RankGroup):
         self._alarmed = False
         self._data = self._open_data()
 
-    def _meet(self) -> None:
+    def _meet(self, timeout_seconds: float) -> None:
         """Wait until every member is here: the rendezvous of a backend would wait for a lost one for days."""
         self._store.set(f"{self._name}/here/{self.rank}", "1")
         try:
-            self._store.wait([f"{self._name}/here/{rank}" for rank in range(self.size)], _MEETING)
+            self._store.wait(
+                [f"{self._name}/here/{rank}" for rank in range(self.size)], timedelta(seconds=timeout_seconds)
+            )
         except RuntimeError as error:
             raise RankLostError(
-                f"not all of ranks {self._ranks} made their group within {_MEETING.seconds} seconds: {_line(error)}"
+                f"not all of ranks {self._ranks} made their group within {timeout_seconds:g} seconds: {_line(error)}"
             ) from error
 
     def _open_data(self) -> _Plane:
@@ -274,9 +282,9 @@ def launched_group(device: torch.device, timeout_seconds: float) -> Iterator[Tor
         limit = timedelta(seconds=timeout_seconds)
         base, rank, size = next(rendezvous("env://", timeout=limit))
         # Only with a store of their own do the ranks of a restart not meet the addresses of those that have died.
-        store = _PrefixStore(_meet(base, rank, size, timeout_seconds), base)
+        store = _PrefixStore(_agree_on_name(base, rank, size, timeout_seconds), base)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-        group = TorchGroup(device=device)
+        group = TorchGroup(device=device, timeout_seconds=timeout_seconds)
     except RuntimeError as error:
         raise RankLostError(f"the ranks did not meet within {timeout_seconds:g} seconds: {_line(error)}") from error
     try:
@@ -285,7 +293,7 @@ def launched_group(device: torch.device, timeout_seconds: float) -> Iterator[Tor
         dist.destroy_process_group()
 
 
-def _meet(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
+def _agree_on_name(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
     """A name that all ranks of this start share, and no earlier start that used the same store.
 
     torch's agent keeps one store over all restarts. So every rank says hello under a name that it has just made up;
@@ -318,7 +326,7 @@ def _meet(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
 def _keep_waiting(end: float, whom: str, timeout_seconds: float) -> None:
     if time.monotonic() > end:
         raise RankLostError(f"{whom} did not come within {timeout_seconds:g} seconds")
-    time.sleep(_MEETING_SECONDS)
+    time.sleep(_POLL_SECONDS)
 
 
 def _line(error: BaseException) -> str:
