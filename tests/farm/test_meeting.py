@@ -8,13 +8,13 @@ import pytest
 from torch.distributed import HashStore
 
 from vaepar.errors import RankLostError
-from vaepar.parallel.torch_group import _meet
+from vaepar.parallel.torch_group import _agree_on_name
 
 
 def meet_all(store: HashStore, size: int) -> list[str]:
     names: dict[int, str] = {}
     threads = [
-        threading.Thread(target=lambda rank=rank: names.__setitem__(rank, _meet(store, rank, size, 30)))
+        threading.Thread(target=lambda rank=rank: names.__setitem__(rank, _agree_on_name(store, rank, size, 30)))
         for rank in range(size)
     ]
     for thread in threads:
@@ -37,13 +37,13 @@ def test_a_dead_rank_is_not_taken_for_the_new_one() -> None:
     store = HashStore()
     store.set("vaepar/hello/1", "from the one that died")
     with pytest.raises(RankLostError, match=r"rank\(s\) 1 did not come within 0.2 seconds"):
-        _meet(store, 0, 2, 0.2)
+        _agree_on_name(store, 0, 2, 0.2)
     first, second = meet_all(store, 2)
     assert first == second
 
 
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(RankLostError, match=r"rank\(s\) 1, 2 did not come"):
-        _meet(HashStore(), 0, 3, 0.1)
+        _agree_on_name(HashStore(), 0, 3, 0.1)
     with pytest.raises(RankLostError, match="rank 0 did not come"):
-        _meet(HashStore(), 1, 2, 0.1)
+        _agree_on_name(HashStore(), 1, 2, 0.1)
