@@ -37,7 +37,10 @@ def take_file(ctx: typer.Context, value: str | None) -> str | None:
         raise UsageError(f"--config {shown(value)}: no table is called {listed(unknown)}; there are decode and encode")
     for part in (top, tables.get(command, {})):
         for key, setting in part.items():
-            settings[_name_of(key, names, value)] = setting
+            name = _name_of(key, names, value)
+            if sum(other.replace("-", "_") == key.replace("-", "_") for other in part) > 1:
+                raise UsageError(f"--config {shown(value)}: '{shown(key)}' is given twice, with - and with _")
+            settings[name] = setting
     ctx.default_map = {**(ctx.default_map or {}), **settings}
     return value
 
@@ -62,7 +65,7 @@ def _name_of(key: str, names: Mapping[str, str], file: str) -> str:
     wanted = key.replace("-", "_")
     if wanted in names and wanted not in _NOT_IN_FILES:
         return names[wanted]
-    close = difflib.get_close_matches(wanted, names, 1)
+    close = difflib.get_close_matches(wanted, names.keys() - _NOT_IN_FILES, 1)
     guess = f"; did you mean '{close[0].replace('_', '-')}'?" if close else ""
     raise UsageError(f"--config {shown(file)}: '{shown(key)}' is no option of this command{guess}")
 

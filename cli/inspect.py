@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from vaepar.errors import AmbiguousInputError, UsageError, VaeparError
+from vaepar.errors import AmbiguousInputError, InputError, UsageError, VaeparError
 from vaepar.latents import LatentRequest, VaeFacts, read_header, resolve
 from vaepar.text import shown
 
@@ -47,7 +47,7 @@ def _run(files: list[Path], model: str | None, request: LatentRequest, as_json: 
     code = 0
     for path in files:
         try:
-            found = _model(path) if path.is_dir() else _latent(path, facts, request)
+            found = _model(path) if _is_folder(path) else _latent(path, facts, request)
         except VaeparError as error:
             code = max(code, error.exit_code)
             complain(f"error: {error}")
@@ -59,6 +59,14 @@ def _run(files: list[Path], model: str | None, request: LatentRequest, as_json: 
             code = max(code, AmbiguousInputError.exit_code)
             complain(f"error: {found['undecided']}")
     return code
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{shown(path)}: cannot be looked at: {shown(words)}") from None
 
 
 def _model(path: Path) -> dict[str, Any]:

@@ -8,11 +8,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 import typer
 
 from vaepar import __version__
-from vaepar.errors import UsageError, VaeparError
+from vaepar.errors import InterruptedRunError, UsageError, VaeparError
 from vaepar.launch import World, prepare_process
 
 from . import bench, decode, encode, env, inspect, models
@@ -55,6 +57,11 @@ def _options(
 def run(arguments: Sequence[str]) -> int:
     """Run one command line. Returns the exit code: 0 done, 2 usage, and those of ``vaepar.errors``."""
     prepare_process()
+    with _stoppable():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         world = World.from_environment()
         work: list[Work] = []
@@ -79,6 +86,30 @@ def _parse(arguments: Sequence[str], work: list[Work], *, speaks: bool) -> int:
         except SystemExit as end:
             return int(end.code or 0) if not isinstance(end.code, str) else 1
     return 0
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM end a command that has not begun its work (which listens itself) as stopped.
+
+    A second one ends the process at once.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; the same command again does the work")
+
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for wish in (signal.SIGINT, signal.SIGTERM):
+            before[wish] = signal.signal(wish, stop)
+    except ValueError:  # not the main thread, which alone gets signals
+        before.clear()
+    try:
+        yield
+    finally:
+        for wish, handler in before.items():
+            signal.signal(wish, handler)
 
 
 def _is_first() -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from vaepar.errors import OutputError
 from vaepar.jobs.report import Observer, Row, RunReport, Silent
 
 from .output import complain, console, outcome, safe
@@ -237,7 +238,7 @@ def _data(value: dict[str, Any]) -> None:
     try:
         sys.stdout.write(json.dumps(value) + "\n")
         sys.stdout.flush()
-    except OSError as error:
+    except (OSError, OutputError) as error:
         # Whoever read has gone (`| head`) or its disk is full; the files that are decoded must not suffer from it.
-        complain(f"warning: standard output takes no more ({error.strerror or error}); nothing more is printed there")
+        complain(f"warning: standard output takes no more ({error}); nothing more is printed there")
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  # for the rest of the process

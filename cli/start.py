@@ -14,6 +14,8 @@ from vaepar.jobs.request import BatchRequest
 from .output import closing_table, print_plan, set_up_logging
 from .progress import Dialect, observer, print_rows, print_summary
 
+_LONGEST_TIMEOUT = 7 * 24 * 3600
+
 # The second argument is the group of ranks that ``launch.joined`` gives.
 Run = Callable[[BatchRequest, Any, Observer], RunReport]
 
@@ -42,6 +44,8 @@ class Start:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
+        if not 1 <= self.timeout <= _LONGEST_TIMEOUT:
+            raise UsageError(f"--timeout is {self.timeout:g}; it is a number of seconds from 1 to {_LONGEST_TIMEOUT}")
         if self.device not in launch.DEVICES:
             raise UsageError(f"--device is '{self.device}'; it is one of {', '.join(launch.DEVICES)}")
 

@@ -10,7 +10,6 @@ beyond what this VAE keeps.
 """
 
 import argparse
-import hashlib
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -21,6 +20,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from vaepar.demo import demo_vae_folder
+from vaepar.jobs.models import locate_model
 from vaepar.latents import LatentLayout, LatentRecord, LatentState, VaeFacts, write_latent
 from vaepar.latents import from_vae_output as to_latent
 
@@ -60,7 +60,7 @@ def main() -> None:
     out: Path = parser.parse_args().out
     model = AutoencoderKLWan.from_pretrained(demo_vae_folder(), torch_dtype=torch.float32).eval()
     vae = VaeFacts.from_config("AutoencoderKLWan", model.config)
-    digest = hashlib.sha256((demo_vae_folder() / "diffusion_pytorch_model.safetensors").read_bytes()).hexdigest()
+    digest = locate_model("demo").digest()
     samples = {"picture": (sample_picture(), HELD_OUT_PICTURES[0]), "clip": (sample_clip(), HELD_OUT_PICTURES[1])}
     for name, (pixels, (package, source)) in samples.items():
         frames, height, width = pixels.shape[2:]

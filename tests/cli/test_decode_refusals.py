@@ -91,6 +91,10 @@ def test_two_inputs_with_one_output_name(tmp_path: Path, decode: Decode) -> None
         (("--name", "fixed"), "fields"),
         (("--name", "../{stem}"), "no folder"),
         (("--ranks", "0"), "1 or more"),
+        (("--timeout", "inf"), "--timeout is inf"),
+        (("--fps", "1e400000000"), "a number above 0"),
+        (("--name", "{stem:>9999999999999}"), "at least one of the fields"),
+        (("--name", "{stem:.0}"), "at least one of the fields"),
         (("--ranks", "-3", "--dry-run"), "1 or more"),
         (("-0",), "without a list"),
         (("--verbose", "--quiet"), "both"),
@@ -225,3 +229,58 @@ def test_a_rate_for_a_still_is_refused_where_stills_are_asked_for(tmp_path: Path
     outcome = decode([file], "kl", "--state", "raw", "--format", "png", "--fps", "24")
     assert outcome.code == 2
     assert "one picture (png) has none" in outcome.err
+
+
+def test_an_item_of_a_batch_and_another_file_cannot_share_a_name(tmp_path: Path, decode: Decode) -> None:
+    batch = save_latent(tmp_path / "b.safetensors", torch.randn(2, 4, 2, 2))
+    other = save_latent(tmp_path / "b_0001.safetensors", torch.randn(1, 4, 2, 2))
+    outcome = decode([batch, other], "kl", "--state", "raw")
+    assert outcome.code == 2
+    assert outcome.err.count("would get the same output") == 2
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_report_replaces_reports_only(tmp_path: Path, model_folders: dict[str, Path]) -> None:
+    """Not even other JSON, such as the configuration of the model in use."""
+    file = save_latent(tmp_path / "a.safetensors", torch.randn(1, 4, 2, 2))
+    config = tmp_path / "config.json"
+    config.write_text((model_folders["kl"] / "config.json").read_text())
+    before = config.read_bytes()
+    command = ["decode", str(file), "--model", str(model_folders["kl"]), "--state", "raw", "--out", str(tmp_path / "o")]
+    assert run([*command, "--report", str(config)]) == 2
+    assert config.read_bytes() == before
+    assert run([*command, "--report", str(tmp_path / "o" / "a.png")]) == 2
+    report = tmp_path / "mine.json"
+    for _ in range(2):
+        assert run([*command, "--report", str(report)]) == 0
+    assert json.loads(report.read_text())["counts"] == {"skipped": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layers_per_block": 1000000}, "1 to 64 is possible"),
+        ({"_class_name": "AutoencoderKLWan", "scale_factor_spatial": None}, "scale_factor_spatial is None"),
+        ({"_class_name": "AutoencoderKLWan", "dropout": float("nan")}, "dropout is nan"),
+    ],
+)
+def test_configurations_that_would_be_built_for_hours_or_fail_late(
+    changes: dict[str, object], words: str, tmp_path: Path, decode: Decode, model_folders: dict[str, Path]
+) -> None:
+    source = model_folders["wan" if "_class_name" in changes else "kl"]
+    (tmp_path / "m").mkdir()
+    for path in source.iterdir():
+        (tmp_path / "m" / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config | changes))
+    file = save_latent(tmp_path / "a.safetensors", torch.randn(1, 4, 2, 2))
+    outcome = decode([file], str(tmp_path / "m"), "--state", "raw")
+    assert outcome.code == 5
+    assert words in outcome.err
+
+
+def test_names_that_are_too_long_to_be_looked_at(tmp_path: Path, decode: Decode) -> None:
+    file = save_latent(tmp_path / "a.safetensors", torch.randn(1, 4, 2, 2))
+    assert decode([file], "x" * 5000, "--state", "raw").code == 5
+    assert run(["decode", str(file), "--model", "demo", "--report", "x" * 5000]) == 2
+    assert run(["inspect", "x" * 5000]) == 4

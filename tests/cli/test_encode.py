@@ -223,6 +223,21 @@ def test_latents_that_are_not_finite_are_not_written(
     assert not list((tmp_path / "enc").glob("*.safetensors"))
 
 
+def test_a_missing_preview_is_made_and_nothing_else_changes(tmp_path: Path, encode: Encode) -> None:
+    file = picture(tmp_path / "a.png")
+    assert encode([file], "kl", "--posterior", "sample", "--seed", "7").code == 0
+    before = (tmp_path / "enc" / "a.safetensors").read_bytes()
+    outcome = encode([file], "kl", "--preview")
+    assert outcome.code == 0
+    assert (tmp_path / "enc" / "a.safetensors").read_bytes() == before
+    assert (tmp_path / "enc" / "a.preview.png").is_file()
+    assert any("was there and is kept" in note for note in outcome.row("a.png")["notes"])
+    photo = picture(tmp_path / "enc" / "b.preview.png").read_bytes()
+    assert encode([picture(tmp_path / "b.png")], "kl", "--preview").code == 0
+    assert (tmp_path / "enc" / "b.preview.png").read_bytes() == photo
+    assert (tmp_path / "enc" / "b.safetensors").is_file()
+
+
 def test_a_second_run_does_nothing(tmp_path: Path, encode: Encode) -> None:
     picture(tmp_path / "enc" / "cat.png")
     assert encode([tmp_path / "enc"], "kl").row("cat.png")["status"] == "ok"

@@ -129,7 +129,8 @@ class _Bench:
 
     def _measure(self, result: ShapeResult) -> None:
         """Check and warm up every case, then measure them in alternating repeats."""
-        z = self._model.pixels(result.shape) if self._encodes else self._model.latent(result.shape)
+        with agreed(self._world, "latents"):
+            z = self._model.pixels(result.shape) if self._encodes else self._model.latent(result.shape)
         untiled, tiled = (self._reference(name, z) for name in (STOCK_UNTILED, STOCK_TILED))
         for measured in result.cases:
             for count in range(self._request.warmup):

@@ -128,23 +128,31 @@ class _EncodeRun(BatchRun):
         with closing(open_source(item, self._rules())) as source:
             self._describe(task, source, item.files or (item.path,))
             latent = self._encode(task, source)
-            path = output_of(task.out_base, self.encoding)
+            path, preview = output_of(task.out_base, self.encoding), preview_of(task.out_base)
             task.row.outputs = [str(path)]
-            if self.is_owner:
+            task.row.notes = []
+            if self.is_owner and self._is_due(path, task.row):
                 self._write(path, latent, task, source)
-            task.row.notes = [*source.notes, *self._losses(source)]
-        if self.encoding.preview:
-            with closing(open_source(item, self._rules())) as source:
-                preview = preview_of(task.out_base)
-                try:
-                    psnr = write_preview(
-                        preview, source, self._decoded(latent), named=task.path.name, speaks=self.is_owner
-                    )
-                except OutputError as error:
-                    raise type(error)(f"the latents are written, their preview is not: {error}") from error
-            task.row.outputs.append(str(preview))
-            if psnr is not None:
-                task.row.notes.append(f"PSNR of the decoded latents: {psnr:.2f} dB")
+            task.row.notes += [*source.notes, *self._losses(source)]
+        if not self.encoding.preview:
+            return
+        task.row.outputs.append(str(preview))
+        if self.group.broadcast_text("1" if self.is_owner and self._is_due(preview, task.row) else "") != "1":
+            return
+        with closing(open_source(item, self._rules())) as source:
+            try:
+                psnr = write_preview(preview, source, self._decoded(latent), named=task.path.name, speaks=self.is_owner)
+            except OutputError as error:
+                raise type(error)(f"the latents are written, their preview is not: {error}") from error
+        if psnr is not None:
+            task.row.notes.append(f"PSNR of the decoded latents: {psnr:.2f} dB")
+
+    def _is_due(self, path: Path, row: Row) -> bool:
+        """Whether an output is to be written: not when it is there and may not be replaced, which is noted then."""
+        if not _is_whole(path) or may_replace(path, self.request.overwrite):
+            return True
+        row.notes.append(f"{shown(path)} was there and is kept (--overwrite replaces it)")
+        return False
 
     def _losses(self, source: FrameSource) -> list[str]:
         """What was asked for or done and cannot be noted in the file."""

@@ -57,6 +57,9 @@ def find_sources(inputs: Sequence[str], out: Path, name: str = "{stem}", recursi
                     found[path] = Source(path=path, problem=_missing(text))
                 else:
                     base = _base(path, folder, out, name, len(found))
+                    if not base.name or base == out:
+                        found[path] = Source(path=path, problem=f"{shown(path)}: --name gives it no name")
+                        continue
                     found[path] = Source(path=path, out_base=base)
         except (OSError, ValueError) as error:  # a name too long, no right to look; ValueError: a null byte
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

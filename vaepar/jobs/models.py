@@ -81,7 +81,12 @@ def locate_model(
 
         return _inspect(spec, demo_vae_folder(), variant, need_weights)
     path = Path(spec).expanduser()
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except (OSError, ValueError) as error:  # a name too long, a null byte
+        words = error.strerror if isinstance(error, OSError) else error
+        raise ModelError(f"model {shown(spec)} cannot be looked at: {shown(words)}") from None
+    if is_folder:
         return _inspect(spec, _vae_folder(path), variant, need_weights)
     if path.exists():
         raise ModelError(f"model {shown(spec)} is a file; a folder with config.json and its weights is needed")

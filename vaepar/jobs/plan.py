@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from vaepar.errors import VaeparError
+from vaepar.errors import UsageError, VaeparError
 from vaepar.jobs.inputs import Source, find_sources, may_replace, shard_of
 from vaepar.jobs.report import Row
 from vaepar.jobs.request import DecodeRequest
@@ -49,7 +50,23 @@ class Task:
 def plan_decode(request: DecodeRequest, vae: VaeFacts) -> list[Task]:
     """The tasks of a run, in the order of its inputs. Reads headers only; a file with a problem fails alone."""
     sources = find_sources(request.inputs, request.out, request.name, request.recursive)
-    return [_plan_one(source, request, vae) for source in shard_of(sources, request.farming.shard)]
+    tasks = [_plan_one(source, request, vae) for source in shard_of(sources, request.farming.shard)]
+    _refuse_clashes(tasks, request)
+    return tasks
+
+
+def _refuse_clashes(tasks: Sequence[Task], request: DecodeRequest) -> None:
+    """Fail files that would write one output: an item of a batch gets a number, which another file's name may have."""
+    makers: dict[Path, list[Task]] = defaultdict(list)
+    for task in tasks:
+        if task.facts is not None and task.out_base is not None and task.row.status != "failed":
+            for path in outputs_of(task.facts, task.out_base, request)[0]:
+                makers[path].append(task)
+    for path, rivals in makers.items():
+        for task in rivals if len(rivals) > 1 else ():
+            other = next(rival for rival in rivals if rival is not task)
+            words = f"{shown(task.path)}: would get the same output {shown(path)} as {shown(other.path)}"
+            fail(task.row, f"{words}; give another --name", UsageError.exit_code)
 
 
 def tasks_to_text(tasks: Sequence[Task]) -> str:

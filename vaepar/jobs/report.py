@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -121,13 +122,17 @@ class RunReport:
     dtype: str | None = None
     seconds: float = 0.0
     interrupted: bool = False
+    ended_by: int | None = None
     rows: list[Row] = field(default_factory=list)
     groups: list[GroupRow] = field(default_factory=list)
     dry_run: bool = False
 
     @property
     def exit_code(self) -> int:
-        """0: all is done; 75: something was left undone; the common code when every file failed alike; else 3."""
+        """That of the error that ended the run, if one did. Else 0: all is done; 75: something was left undone; the
+        common code when every file failed alike; 3."""
+        if self.ended_by is not None:
+            return self.ended_by
         failed = [row for row in self.rows if row.status == "failed"]
         unfinished = not self.dry_run and any(row.status in ("dropped", "not tried") for row in self.rows)
         if self.interrupted or (unfinished and not failed):
@@ -162,13 +167,18 @@ class RunReport:
         }
 
 
+_OTHERS_SUFFIXES = (".png", ".mp4", ".mkv", ".safetensors", ".latent")
+
+
 def check_report(flag: str, path: Path) -> None:
     """Raise :class:`UsageError` when a report could not be written there, before hours of work end without one."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UsageError(f"{flag} {shown(path)} is no regular file; it is a file that is written or replaced")
-    if path.exists() and not _is_json(flag, path):
-        raise UsageError(f"{flag} {shown(path)} is there and is no report; only a report is replaced")
+    if path.suffix.lower() in _OTHERS_SUFFIXES:
+        raise UsageError(f"{flag} {shown(path)} has the name of a picture, video or latent; a report's ends with .json")
     try:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise UsageError(f"{flag} {shown(path)} is no regular file; it is a file that is written or replaced")
+        if path.exists() and not _is_report(path):
+            raise UsageError(f"{flag} {shown(path)} is there and is no report; only a report is replaced")
         path.parent.mkdir(parents=True, exist_ok=True)
         discard(create_temp_file(path))
     except OSError as error:
@@ -177,13 +187,11 @@ def check_report(flag: str, path: Path) -> None:
         raise UsageError(f"{flag}: {error}") from None
 
 
-def _is_json(flag: str, path: Path) -> bool:
-    """Whether a file could be a report: it is empty, or begins as JSON does. Latents and pictures do not."""
-    try:
-        with path.open("rb") as file:
-            return file.read(1) in (b"", b"{", b"[")
-    except OSError as error:
-        raise UsageError(f"{flag} {shown(path)} cannot be read: {error.strerror or error}") from None
+def _is_report(path: Path) -> bool:
+    """Whether a file is empty or begins as the reports of this package do; other programs' JSON does not."""
+    with path.open("rb") as file:
+        begin = file.read(64)
+    return not begin or re.match(rb'\s*\{\s*"vaepar"\s*:', begin) is not None
 
 
 def write_report(path: Path, report: RunReport) -> None:

@@ -165,11 +165,15 @@ def dtype_name(flag: str, name: str, allowed: tuple[str, ...] = DTYPES) -> str:
 
 def _check_template(template: str) -> None:
     try:
-        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
+        fields = [str(name) for _, name, _, _ in parts]
+        if any(spec or conversion for _, _, spec, conversion in parts):
+            fields = []  # a width could ask for gigabytes, and a precision of 0 for no name at all
     except ValueError as error:
         raise UsageError(f"--name '{template}' is not a template: {error}") from None
     try:
-        template.format(stem="x", parent="x", index="00000")
+        if fields:
+            template.format(stem="x", parent="x", index="00000")
     except (KeyError, IndexError, ValueError, AttributeError):
         fields = []
     unknown = [name for name in fields if name not in _NAME_FIELDS]

@@ -101,7 +101,11 @@ class BatchRun(ABC):
         try:
             with self.stop.listening():
                 self._run()
-        except BaseException:
+        except BaseException as error:
+            self.report.ended_by = getattr(error, "exit_code", 1)
+            for row in self.report.rows:
+                if row.status not in ("ok", "skipped"):
+                    row.outputs = []
             with contextlib.suppress(OutputError):  # what ended the run is what must be told
                 self._write_report(started)
             raise

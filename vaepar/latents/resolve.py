@@ -176,6 +176,9 @@ def _check_frames(case: Case, frames: int, trim: int, own: Mapping[str, str] | N
     case.warn(f"{frames} frames: the shape's, against {name} {stated} in the file's metadata")
 
 
+_FINEST_FPS = 1_001_000  # what the clocks of video files keep exactly
+
+
 def _fps(case: Case) -> Fraction | None:
     default = case.vae.default_fps
     text = case.header.metadata.get("fps")
@@ -184,7 +187,7 @@ def _fps(case: Case) -> Fraction | None:
             fps = Fraction(text) if len(text) <= 40 and "e" not in text.lower() else None
         except (ValueError, ZeroDivisionError):
             fps = None
-        if fps is not None and 0 < fps <= 1000:
+        if fps is not None and 0 < fps <= 1000 and max(fps.numerator, fps.denominator) <= _FINEST_FPS:
             case.say(f"{float(fps):g} frames per second: the file's metadata")
             return fps
         problem = f"metadata fps is '{shown(text, 40)}', not a rate above 0 and up to 1000"

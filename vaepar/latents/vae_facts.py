@@ -27,6 +27,10 @@ _WAN_STD = (
 # fmt: on
 
 
+# Layers are built from these before any weight is compared with them; a mistyped number would be built for hours.
+_LIMITS = {"num_res_blocks": 64, "layers_per_block": 64, "base_dim": 8192, "decoder_base_dim": 8192}
+
+
 @dataclass(frozen=True, kw_only=True)
 class VaeFacts:
     """The numbers of one VAE that give latents their meaning.
@@ -93,6 +97,9 @@ class VaeFacts:
         Raises:
             ModelError: for a class that is not known, listing those that are, or a value that cannot be.
         """
+        for key, most in _LIMITS.items():
+            if isinstance(value := config.get(key), int) and not 0 < value <= most:
+                raise ModelError(f"{shown(class_name)}: {key} is {shown(value)}; 1 to {most} is possible")
         name = str(class_name).removeprefix("Distributed")
         if name not in _READERS:
             raise ModelError(f"VAE class '{shown(class_name)}' is not known; the classes are {', '.join(_READERS)}")
@@ -161,8 +168,8 @@ class _Config:
                 raise self._bad(key, value, "a list of finite numbers or null")
         return tuple(float(item) for item in value)
 
-    def given(self, key: str) -> Any:
-        return self._config.get(key)
+    def given(self, key: str, default: Any = None) -> Any:
+        return self._config.get(key, default)
 
 
 def _kl(config: _Config) -> dict[str, Any]:
@@ -199,6 +206,7 @@ def _flux2(config: _Config) -> dict[str, Any]:
 
 def _causal(config: _Config) -> dict[str, Any]:
     """What the two causal video classes share; the ratios follow from the layers, as in the decoder itself."""
+    config.number("dropout", 0.0)  # unused when decoding, and NaN would fail every file
     return {
         "latent_channels": config.count("z_dim", 16),
         "spatial_ratio": 2 ** (len(config.items("dim_mult", (1, 2, 4, 4))) - 1),
@@ -224,8 +232,8 @@ def _wan(config: _Config) -> dict[str, Any]:
     facts["spatial_ratio"] *= patch
     facts["pixel_channels"] = config.count("in_channels", 3) // patch**2
     for key, made in (("scale_factor_spatial", "spatial_ratio"), ("scale_factor_temporal", "temporal_ratio")):
-        said = config.given(key)
-        if said is not None and said != facts[made]:
+        said = config.given(key, facts[made])
+        if said != facts[made]:
             raise ModelError(
                 f"AutoencoderKLWan: {key} is {shown(repr(said))}; the layers of this configuration make {facts[made]}"
             )

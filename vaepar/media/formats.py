@@ -36,6 +36,9 @@ CODECS: dict[str, _Codec] = {
 }
 
 
+_LONGEST_FPS = 40  # characters
+
+
 def parse_fps(text: str) -> Fraction:
     """A frame rate as people write it: ``16``, ``24000/1001``, ``12.5``; ``23.976`` and its kin mean N*1000/1001.
 
@@ -43,9 +46,11 @@ def parse_fps(text: str) -> Fraction:
         UsageError: not a number, not above 0, or too fine to be kept exactly.
     """
     try:
+        if len(text) > _LONGEST_FPS or "e" in text.lower():  # 1e400000000 would be computed for hours
+            raise ValueError(text)
         fps = Fraction(_NTSC[text] * 1000, 1001) if text in _NTSC else Fraction(text)
     except (ValueError, ZeroDivisionError):
-        raise UsageError(f"fps is {text!r}; it is a number above 0, as in 16, 24000/1001 or 23.976") from None
+        raise UsageError(f"fps is {text[:60]!r}; it is a number above 0, as in 16, 24000/1001 or 23.976") from None
     return _checked_fps(fps)
 
 

@@ -174,7 +174,9 @@ def _alpha_options(answer: Answer) -> tuple[str, ...]:
 def _unreadable(name: str, answer: Answer, max_pixels: int) -> str:
     kinds = re.findall(r"Stream #0:\d+.*?: (Audio|Video|Subtitle|Data)", answer.log)
     if "matches no streams" in answer.log:
-        found = " and ".join(sorted({kind.lower() for kind in kinds})) or "nothing"
+        found = " and ".join(sorted({kind.lower() for kind in kinds}))
+        if not found:
+            return f"{name} holds no stream at all; it is cut short, or no video"
         return f"{name} holds no video, only {found.replace('video', 'a cover picture')}; a video stream is needed"
     if re.search(r"[Pp]icture size \d+x\d+ (?:is invalid|exceeds)|max_pixels", answer.log):
         return (

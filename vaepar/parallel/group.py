@@ -101,7 +101,7 @@ class RankGroup(ABC):
 
     def broadcast_text(self, text: str | None, src: int = 0) -> str:
         """The text of rank ``src`` on every rank; what other ranks give is ignored."""
-        data = (text or "").encode() if self.rank == src else b""
+        data = (text or "").encode("utf-8", "surrogateescape") if self.rank == src else b""
         length = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         self.broadcast(length, src)
         if not int(length):
@@ -113,7 +113,7 @@ class RankGroup(ABC):
         )
         letters = letters.to(self.device)
         self.broadcast(letters, src)
-        return letters.cpu().numpy().tobytes().decode()
+        return letters.cpu().numpy().tobytes().decode("utf-8", "surrogateescape")
 
     # The control plane. Only for agreement: a rank that has failed is there already, whatever the others are doing.
 
