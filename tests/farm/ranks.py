@@ -23,6 +23,11 @@ from vaepar.jobs.request import DecodeRequest
 
 LIMIT_SECONDS = 120
 
+# Of a rank that waits for one that was killed before they had met: launchers end it, here the test does.
+NEVER_BEGAN = "never began"
+_MEETING_SECONDS = 30
+_BEGAN = "began"
+
 
 @dataclass
 class Ranks:
@@ -44,8 +49,11 @@ class Ranks:
     def wait(self) -> list[Any]:
         """The results of all ranks. Raises when one does not end."""
         try:
-            for pipe in self.pipes:
-                self.results.append(_received(pipe))
+            for process, pipe in zip(self.processes, self.pipes, strict=True):
+                begun = _received(pipe, _MEETING_SECONDS, NEVER_BEGAN)
+                if begun == NEVER_BEGAN:
+                    process.kill()
+                self.results.append(_received(pipe) if begun == _BEGAN else begun)
             for process in self.processes:
                 process.join(LIMIT_SECONDS)
         finally:
@@ -95,10 +103,13 @@ def temporary(folder: Path) -> list[str]:
     return [str(path) for path in folder.rglob("*.tmp")]
 
 
-def _received(pipe: Connection) -> Any:
+def _received(pipe: Connection, limit: float = LIMIT_SECONDS, otherwise: str | None = None) -> Any:
+    """The next message of a rank; None when it has died, ``otherwise`` when it says nothing."""
     try:
-        if not pipe.poll(LIMIT_SECONDS):
-            raise AssertionError(f"a rank gave no result within {LIMIT_SECONDS} seconds")
+        if not pipe.poll(limit):
+            if otherwise is not None:
+                return otherwise
+            raise AssertionError(f"a rank gave no result within {limit} seconds")
         return pipe.recv()
     except EOFError:
         return None
@@ -118,7 +129,9 @@ def _body(
     try:
         if prepare is not None:
             prepare()
-        pipe.send(vaepar.jobs.decode.run_decode(request, TorchGroup(), Silent()))
+        group = TorchGroup()
+        pipe.send(_BEGAN)
+        pipe.send(vaepar.jobs.decode.run_decode(request, group, Silent()))
     except VaeparError as error:
         pipe.send(error)
     finally:
