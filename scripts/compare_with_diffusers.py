@@ -29,7 +29,7 @@ from vaepar.launch import keep_memory_flat, usable_cores
 SHAPE = (1, 16, 3, 20, 28)
 TILE, STRIDE = 128, 96
 FPS = 16
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.5  # looking costs time of the cores that are measured
 
 
 def main() -> None:
