@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
@@ -351,8 +351,7 @@ class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
             if selection.refused is not None:
                 self.on_refused(selection)
         if selection is None or selection.axis is None:
-            direct_or_tiled: Tensor = plain._encode(x)
-            return direct_or_tiled
+            return cast(Tensor, plain._encode(x))
         with torch.no_grad(), agreed(self.distributed_executor.group, selection.mode):
             moments = self._shard_encode(x, selection, owner=None)
         return x.new_empty(0) if moments is None else moments
