@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -16,19 +17,24 @@ MODES = ("tile", "spatial_shard_height", "spatial_shard_width")
 
 
 def differences(group: RankGroup) -> dict[tuple[str, str, str], float]:
-    """Largest difference from the plain model, by family, operation and mode."""
+    """Largest difference from the plain model, by family, operation and mode.
+
+    Shards are compared with the plain model in float64: in float32 that is itself up to 1.03e-5 from it here (Wan 2.2).
+    """
     found = {}
     for family in FAMILIES:
         plain, distributed = plain_and_distributed(family, 8, 6)
+        exact = copy.deepcopy(plain).double()
         distributed.init_distributed(group)
         # Ragged last tiles, landscape and portrait, batch 2, several frames.
         z, x = latent(family, 9, 13, frames=3, batch=2), pixels(family, 13, 9, frames=5)
         for mode in MODES:
-            plain.use_tiling = mode == "tile"
+            reference, dtype = (plain, torch.float32) if mode == "tile" else (exact, torch.float64)
+            reference.use_tiling = mode == "tile"
             distributed.set_parallel_size(2, mode=mode)
             with torch.no_grad():
-                decoded = (distributed.decode(z).sample - plain.decode(z).sample).abs().max()
-                wanted = plain.encode(x).latent_dist.parameters
+                decoded = (distributed.decode(z).sample - reference.decode(z.to(dtype)).sample).abs().max()
+                wanted = reference.encode(x.to(dtype)).latent_dist.parameters
                 encoded = (distributed.encode(x).latent_dist.parameters - wanted).abs().max()
             found[family, "decode", mode] = float(decoded)
             found[family, "encode", mode] = float(encoded)

@@ -67,6 +67,19 @@ def test_buffers_are_used_again_and_given_back() -> None:
     assert not pool.buffers
 
 
+def test_the_working_buffer_grows_and_is_one() -> None:
+    pool, like = BufferPool(), torch.zeros(1)
+    small = pool.scratch((2, 3), like)
+    large = pool.scratch((4, 5), like)
+    assert large.shape == (4, 5)
+    assert pool.in_scratch(large)
+    assert not pool.in_scratch(small)
+    assert pool.scratch((3, 2), like).data_ptr() == large.data_ptr()
+    assert pool.scratch((3, 2), like.double()).dtype == torch.float64
+    pool.clear()
+    assert not pool.in_scratch(large)
+
+
 def test_gather_of_unequal_parts() -> None:
     layout = split_rows(13, 2)  # 7 + 6: a collective for equal shapes breaks here
     whole = torch.arange(26.0).view(13, 2)

@@ -181,7 +181,7 @@ def _decode(
             group.check_alarm()
             rows = None
             if request.context is not None:
-                with torch.no_grad(), _running(vae, request.context):
+                with _running(vae, request.context):
                     rows = vae.finish_untiled(next(walk))
             chunk = request.deliver(rows, layouts[0].scaled(vae.shard_ratio), step.shape, z)
             del rows

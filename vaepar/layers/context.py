@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,22 @@ from vaepar.errors import UsageError
 from vaepar.parallel.group import RankGroup
 from vaepar.parallel.halo import BufferPool
 from vaepar.parallel.shards import Axis, Layout, Window
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Memory for a result that is used at once and then done with, in the working buffer of the request.
+
+    Before a convolution the norm's result goes where the convolution will read it.
+
+    Args:
+        whole: all that the convolution reads: halo rows, padding and earlier frames among it.
+        own: the part of ``whole`` for the result, this rank's own rows of a map.
+    """
+
+    whole: Tensor
+    own: Tensor
+
 
 _ACTIVE: ContextVar[ShardContext | None] = ContextVar("vaepar_shard_context", default=None)
 
@@ -43,6 +60,7 @@ class ShardContext:
         self._layouts: dict[int, Layout | None] = {}  # None: maps of several layouts have this many rows here
         self._targets: dict[tuple[Layout, Window], Layout] = {}
         self._deferred: tuple[int, int, int, int] | None = None
+        self._slot: Slot | None = None
         for layout in layouts:
             self._register(layout)
 
@@ -87,8 +105,24 @@ class ShardContext:
         deferred, self._deferred = self._deferred or (0, 0, 0, 0), None
         return deferred
 
+    def open_slot(self, slot: Slot | None) -> None:
+        """Let the next norm or pointwise convolution write into ``slot``; None closes the one that is open."""
+        self._slot = slot
+
+    def place_for(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
+        """Where a layer is to put a result of that shape; None for anywhere."""
+        own = None if self._slot is None else self._slot.own
+        fits = own is not None and (own.shape, own.dtype, own.device) == (tuple(shape), like.dtype, like.device)
+        return own if fits else None
+
+    def take_slot(self, x: Tensor) -> Slot | None:
+        """The open slot if ``x`` is what was written there; it is closed either way."""
+        slot, self._slot = self._slot, None
+        return slot if slot is not None and x is slot.own else None
+
     def clear(self) -> None:
         """Give back buffers and kept rows."""
+        self._slot = None
         self.pool.clear()
         self.store.clear()
         self._deferred = None
@@ -112,9 +146,13 @@ def active_shard() -> ShardContext | None:
 
 @contextmanager
 def shard_active(context: ShardContext) -> Iterator[ShardContext]:
-    """Let layers see ``context``. Not to be held across a yield: the consumer would see it as well."""
+    """Let layers see ``context``. Not to be held across a yield: the consumer would see it as well.
+
+    There are no gradients meanwhile: the layers write over what a backward pass would need.
+    """
     token = _ACTIVE.set(context)
     try:
-        yield context
+        with torch.no_grad():
+            yield context
     finally:
         _ACTIVE.reset(token)

@@ -6,6 +6,7 @@ The functions take maps of any memory format and give channels_last ones.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast, get_args
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vaepar.errors import UnsupportedModeError
-from vaepar.layers.context import ShardContext, active_shard
+from vaepar.layers.context import ShardContext, Slot, active_shard
 from vaepar.layers.inputs import (
     Keep,
     Pieces,
@@ -23,6 +24,7 @@ from vaepar.layers.inputs import (
     keep_halos,
     shard_input,
     shard_plan,
+    slot_for,
     unfold_frames,
 )
 from vaepar.parallel.halo import HaloExchange
@@ -41,13 +43,22 @@ class ShardConv2d(nn.Conv2d):
         if context is None:
             direct: Tensor = super().forward(input)
             return direct
-        padding = zip(self._reversed_padding_repeated_twice, context.take_padding(), strict=True)
-        left, right, top, bottom = ((own, deferred) for own, deferred in padding)
-        mode = pad_mode(self.padding_mode)
-        height = Window(self.kernel_size[0], self.stride[0], self.dilation[0], top[0], bottom[0], mode)
-        width = Window(self.kernel_size[1], self.stride[1], self.dilation[1], left[0], right[0], mode)
-        stencil = Stencil(height.padded(top[1], bottom[1]), width.padded(left[1], right[1]))
+        left, right, top, bottom = context.take_padding()
+        own = self.stencil()
+        stencil = Stencil(own.height.padded(top, bottom), own.width.padded(left, right))
         return convolve_maps(context, input, self.weight, self.bias, stencil, self.groups)
+
+    def stencil(self) -> Stencil:
+        left, right, top, bottom = self._reversed_padding_repeated_twice
+        mode = pad_mode(self.padding_mode)
+        return Stencil(
+            Window(self.kernel_size[0], self.stride[0], self.dilation[0], top, bottom, mode),
+            Window(self.kernel_size[1], self.stride[1], self.dilation[1], left, right, mode),
+        )
+
+    def slot(self, context: ShardContext, x: Tensor) -> Slot | None:
+        """Where to put the result of a norm of [b, c, h, w] that this convolution reads next; None: anywhere."""
+        return _maps_slot(context, x, self.stencil())
 
 
 class ShardCausalConv3d(nn.Conv3d):
@@ -63,6 +74,14 @@ class ShardCausalConv3d(nn.Conv3d):
         if context is None:
             return super().forward(x, cache_x)  # type: ignore[call-arg]  # the causal class this is mixed into
         return causal_convolve(context, self, x, cache_x)
+
+    def slot(self, context: ShardContext, x: Tensor, cache: Tensor | None) -> Slot | None:
+        """Where to put the result of a norm of [b, c, t, h, w] that this convolution reads next; None: anywhere."""
+        past = _past(self, x, cache)
+        if past.flat:
+            return _maps_slot(context, x, past.stencil)
+        frames = past.zeros + (0 if past.cached is None else past.cached.shape[2])
+        return slot_for(context, x, shard_plan(context, x, past.stencil), frames)
 
 
 def pad_mode(name: str) -> PadMode:
@@ -86,13 +105,13 @@ def convolve_maps(
 
     The result holds the rows that this rank owns of the output.
     """
-    x = channels_last(x)
     if stencil.pointwise and groups == 1:
-        return F.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
+        return _mix_channels(context, x, weight, bias)
     plan = shard_plan(context, x, stencil)
-    mend = plan is not None and _can_mend(plan, stencil.along(context.dim), stencil.along(context.other_dim))
     exchange = None
-    if plan is not None and mend:
+    if plan is not None and _can_mend(context, plan, stencil):
+        context.take_slot(x)
+        x = channels_last(x)
         exchange = HaloExchange(context.group, plan, x, context.dim, context.pool)
         read, padding = x, (stencil.height.before, stencil.width.before)
     else:
@@ -112,8 +131,39 @@ def convolve_maps(
     return unfold_frames(out, x.shape[0]) if x.ndim == 5 else out
 
 
-def _can_mend(plan: HaloPlan, window: Window, other: Window) -> bool:
+def _mix_channels(context: ShardContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A 1x1 convolution, as a product of matrices; into the slot that is open for its result."""
+    place = context.place_for((x.shape[0], weight.shape[0], *x.shape[2:]), x)
+    if context.take_slot(x) is not None:
+        place = None  # it was opened for the input
+    inner = channels_last(x).movedim(1, -1)
+    if place is None:
+        return F.linear(inner, weight.flatten(1), bias).movedim(-1, 1)
+    rows = place.movedim(1, -1).flatten(0, -2)
+    if bias is None:
+        torch.mm(inner.flatten(0, -2), weight.flatten(1).t(), out=rows)
+    else:
+        torch.addmm(bias, inner.flatten(0, -2), weight.flatten(1).t(), out=rows)
+    return place
+
+
+def result_slot(context: ShardContext, conv: ShardConv2d | ShardCausalConv3d, x: Tensor) -> Slot | None:
+    """Where a 1x1 convolution of ``x`` is to put a result that is used at once."""
+    if any(size > 1 for size in conv.kernel_size):
+        return None
+    whole = context.pool.scratch((x.shape[0], *x.shape[2:], conv.out_channels), x).movedim(-1, 1)
+    return Slot(whole, whole)
+
+
+def _maps_slot(context: ShardContext, x: Tensor, stencil: Stencil) -> Slot | None:
+    """The slot for a norm of ``x`` ahead of :func:`convolve_maps`."""
+    plan = shard_plan(context, x, stencil)
+    return slot_for(context, x, None if plan is not None and _can_mend(context, plan, stencil) else plan, 0)
+
+
+def _can_mend(context: ShardContext, plan: HaloPlan, stencil: Stencil) -> bool:
     """True when own rows can be convolved before the halo is there, and only the rows at the borders be done again."""
+    window, other = stencil.along(context.dim), stencil.along(context.other_dim)
     low, high = plan.own
     same = window.stride == 1 and window.before == window.after and window.reach == 2 * window.before + 1
     zeros = window.mode == "zeros" and other.mode == "zeros" and other.before == other.after
@@ -143,22 +193,44 @@ def causal_convolve(context: ShardContext, conv: ShardCausalConv3d, x: Tensor, c
 
     Halo rows of the frames that the next call needs again stay in ``context.store``, so they travel once.
     """
+    past = _past(conv, x, cache)
+    keep = Keep(conv, conv._padding[4])
+    if past.flat:
+        return convolve_maps(context, x, conv.weight[:, :, -1], conv.bias, past.stencil, conv.groups, keep)
+    plan = shard_plan(context, x, past.stencil)
+    x, padding = shard_input(context, x, past.stencil, plan, keep=keep, cached=past.cached, zeros=past.zeros)
+    if past.stencil.pointwise:
+        return _convolve_times(conv, x)
+    return _convolve_frames(conv, x, (0, *padding))
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What a causal convolution reads before its input.
+
+    Args:
+        cached: the frames of earlier calls, own rows only; ``zeros`` frames of zeros stand before them.
+        flat: all taps but the last meet frames of zeros, or there are none: what is left is a 2-D convolution.
+    """
+
+    stencil: Stencil
+    cached: Tensor | None
+    zeros: int
+    flat: bool
+
+
+def _past(conv: ShardCausalConv3d, x: Tensor, cache: Tensor | None) -> _Past:
     left, right, top, bottom, front, _ = conv._padding
     height = Window(conv.kernel_size[1], conv.stride[1], conv.dilation[1], top, bottom)
     width = Window(conv.kernel_size[2], conv.stride[2], conv.dilation[2], left, right)
-    stencil = Stencil(height, width)
     cached = cache[:, :, -front:] if cache is not None and front else None
-    zeros = front - (0 if cached is None else cached.shape[2])
     lone = cached is None and x.shape[2] == 1 and front == conv.kernel_size[0] - 1
-    keep = Keep(conv, front)
-    if conv.stride[0] == 1 and (lone or conv.kernel_size[0] == 1):
-        # All taps but the last meet frames of zeros, or there are none: what is left is a 2-D convolution.
-        return convolve_maps(context, x, conv.weight[:, :, -1], conv.bias, stencil, conv.groups, keep)
-    plan = shard_plan(context, x, stencil)
-    x, padding = shard_input(context, x, stencil, plan, keep=keep, cached=cached, zeros=zeros)
-    if stencil.pointwise:
-        return _convolve_times(conv, x)
-    return _convolve_frames(conv, x, (0, *padding))
+    return _Past(
+        stencil=Stencil(height, width),
+        cached=cached,
+        zeros=front - (0 if cached is None else cached.shape[2]),
+        flat=conv.stride[0] == 1 and (lone or conv.kernel_size[0] == 1),
+    )
 
 
 def _convolve_frames(conv: ShardCausalConv3d, x: Tensor, padding: tuple[int, int, int]) -> Tensor:

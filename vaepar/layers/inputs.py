@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vaepar.errors import UsageError
-from vaepar.layers.context import ShardContext
+from vaepar.layers.context import ShardContext, Slot
 from vaepar.parallel.halo import HaloExchange
 from vaepar.parallel.shards import HaloPlan, Layout, Window, halo_plan
 
@@ -86,7 +86,8 @@ def shard_input(
 ) -> tuple[Tensor, tuple[int, int]]:
     """What a convolution has to read for this rank's rows of its output, and the padding left to its kernel (h, w).
 
-    The input is allocated once and written once; where nothing has to be added it is ``x`` itself.
+    The input is written once, around ``x`` where that stands in a slot; where nothing has to be added it is ``x``
+    itself. It is good for the convolution that follows and void after it.
 
     Args:
         x: own rows, [b, c, h, w] or [b, c, t, h, w].
@@ -95,35 +96,44 @@ def shard_input(
         cached: frames before ``x``, own rows only.
         zeros: frames of zeros before those.
     """
-    x = channels_last(x)
+    slot = context.take_slot(x)
+    x = x if slot is not None else channels_last(x)
     window, other = stencil.along(context.dim), stencil.along(context.other_dim)
+    # Without a plan the whole picture is here: the kernel pads by itself.
     halos: Pieces = []
-    pad = 0
-    if plan is not None:
-        if plan.receives or plan.sends:
-            halos = _fetch(context, plan, x, keep, cached)
-        if plan.local and not plan.before and not plan.after:
-            plan = None
-    elif window.mode == "zeros" and window.before == window.after:
-        pad = window.before  # the whole picture is here: the kernel pads by itself and nothing is copied
-    else:
-        layout = Layout((0, x.shape[context.dim]))
-        plan = halo_plan(layout, window.target(layout), window, 0)
-    if plan is not None:
-        x = _build(x, context.dim, plan, halos, cached, zeros)
-    elif cached is not None or zeros:
-        x = _prepend(x, cached, zeros)
+    pad = window.before if plan is None else 0
+    if plan is not None and (plan.receives or plan.sends):
+        halos = _fetch(context, plan, x, keep, cached)
+    frames = zeros + (0 if cached is None else cached.shape[2])
+    if frames or _adds_rows(plan):
+        x = _build(context, x, plan, halos, cached, zeros, slot)
     x, other_pad = _pad_other(x, other, context.other_dim)
     return x, ((pad, other_pad) if context.dim == -2 else (other_pad, pad))
 
 
 def shard_plan(context: ShardContext, x: Tensor, stencil: Stencil) -> HaloPlan | None:
-    """What this rank exchanges for a convolution of ``x``; None when it owns the whole picture."""
-    if context.alone:
-        return None
+    """What a convolution of ``x`` reads on this rank; None when that is the whole picture and the kernel can pad it."""
     window = stencil.along(context.dim)
-    source = context.layout_of(x)
-    return halo_plan(source, context.target_of(source, window), window, context.group.rank)
+    if not context.alone:
+        source = context.layout_of(x)
+        return halo_plan(source, context.target_of(source, window), window, context.group.rank)
+    if window.mode == "zeros" and window.before == window.after:
+        return None
+    layout = Layout((0, x.shape[context.dim]))
+    return halo_plan(layout, window.target(layout), window, 0)
+
+
+def slot_for(context: ShardContext, x: Tensor, plan: HaloPlan | None, frames: int) -> Slot | None:
+    """A slot for the result of a norm of ``x`` that is convolved by ``plan``, behind so many earlier frames.
+
+    None where the convolution does not read all of the rank's rows, which peers may need all the same.
+    """
+    if plan is not None and (plan.gather is not None or plan.start > plan.own[0] or plan.stop < plan.own[1]):
+        return None
+    shape, first = _shape_around(x, context.dim, plan, frames)
+    whole = context.pool.scratch((shape[0], *shape[2:], shape[1]), x).movedim(-1, 1)
+    own = whole.narrow(context.dim, first, x.shape[context.dim])
+    return Slot(whole, own[:, :, frames:] if x.ndim == 5 else own)
 
 
 def keep_halos(context: ShardContext, keep: Keep | None, halos: Pieces) -> None:
@@ -145,39 +155,65 @@ def _fetch(context: ShardContext, plan: HaloPlan, x: Tensor, keep: Keep | None, 
     return halos
 
 
-def _build(x: Tensor, dim: int, plan: HaloPlan, halos: Pieces, cached: Tensor | None, zeros: int) -> Tensor:
-    """Own rows, halo rows, zeros at the picture's edges and earlier frames in one new map."""
-    mirrored = plan.gather is not None
-    before, after = (0, 0) if mirrored else (plan.before, plan.after)
-    shape = list(x.shape)
-    shape[dim] = before + plan.stop - plan.start + after
-    frames = 0 if cached is None else cached.shape[2]
+def _adds_rows(plan: HaloPlan | None) -> bool:
+    """True when a convolution reads more or less along the sharded axis than the rank's own rows."""
+    return plan is not None and not (plan.own == (plan.start, plan.stop) and not plan.before and not plan.after)
+
+
+def _shape_around(x: Tensor, dim: int, plan: HaloPlan | None, frames: int) -> tuple[list[int], int]:
+    """The shape of what is read for ``x`` behind so many earlier frames, and where its own rows begin in it."""
+    shape, first = list(x.shape), 0
+    if plan is not None:
+        before, after = (0, 0) if plan.gather is not None else (plan.before, plan.after)
+        shape[dim] = before + plan.stop - plan.start + after
+        first = before + plan.own[0] - plan.start
     if x.ndim == 5:
-        shape[2] += zeros + frames
-    memory_format = torch.channels_last_3d if x.ndim == 5 else torch.channels_last
-    out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
-    out.narrow(dim, 0, before).zero_()
-    out.narrow(dim, shape[dim] - after, after).zero_()
+        shape[2] += frames
+    return shape, first
+
+
+def _build(
+    context: ShardContext,
+    x: Tensor,
+    plan: HaloPlan | None,
+    halos: Pieces,
+    cached: Tensor | None,
+    zeros: int,
+    slot: Slot | None,
+) -> Tensor:
+    """Own rows, halo rows, zeros at the picture's edges and earlier frames in one map."""
+    dim, frames = context.dim, 0 if cached is None else cached.shape[2]
+    shape, first = _shape_around(x, dim, plan, zeros + frames)
+    stands = slot is not None and list(slot.whole.shape) == shape
+    out = slot.whole if slot is not None and stands else _empty_maps(context, shape, x)
+    filled = out[:, :, zeros:] if x.ndim == 5 else out
     if zeros:
         out[:, :, :zeros].zero_()
-    filled = out[:, :, zeros:] if x.ndim == 5 else out
-    low, high = max(plan.own[0], plan.start), min(plan.own[1], plan.stop)
-    if low < high:
-        own = filled.narrow(dim, before + low - plan.start, high - low)
+    # Own rows that the output reads; a stride may skip some at the ends.
+    skip = max(0, -first)
+    count = min(shape[dim] - max(first, 0), x.shape[dim] - skip)
+    if count > 0:
+        own = filled.narrow(dim, max(first, 0), count)
         if cached is not None:
-            own[:, :, :frames].copy_(cached.narrow(dim, low - plan.own[0], high - low))
-        (own[:, :, frames:] if x.ndim == 5 else own).copy_(x.narrow(dim, low - plan.own[0], high - low))
+            own[:, :, :frames].copy_(cached.narrow(dim, skip, count))
+        if not stands:
+            (own[:, :, frames:] if x.ndim == 5 else own).copy_(x.narrow(dim, skip, count))
+    if plan is None:
+        return out
     for start, piece in halos:
-        filled.narrow(dim, before + start - plan.start, piece.shape[dim]).copy_(piece)
+        filled.narrow(dim, first + start - plan.own[0], piece.shape[dim]).copy_(piece)
     if plan.gather is not None:
         return out.index_select(dim, torch.tensor(plan.gather, device=x.device))
+    filled.narrow(dim, 0, plan.before).zero_()
+    filled.narrow(dim, shape[dim] - plan.after, plan.after).zero_()
     return out
 
 
-def _prepend(x: Tensor, cached: Tensor | None, zeros: int) -> Tensor:
-    frames = [x.new_zeros((*x.shape[:2], zeros, *x.shape[3:]))] if zeros else []
-    frames += [] if cached is None else [cached]
-    return torch.cat([channels_last(part) for part in (*frames, x)], 2)
+def _empty_maps(context: ShardContext, shape: list[int], x: Tensor) -> Tensor:
+    """A channels_last map for what is read around ``x``: in the working buffer, unless ``x`` itself lies there."""
+    inner = (shape[0], *shape[2:], shape[1])
+    used = context.pool.in_scratch(x)
+    return (x.new_empty(inner) if used else context.pool.scratch(inner, x)).movedim(-1, 1)
 
 
 def _pad_other(x: Tensor, window: Window, dim: int) -> tuple[Tensor, int]:

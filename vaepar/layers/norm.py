@@ -42,17 +42,21 @@ class ShardRMSNorm(nn.Module):
     bias: Tensor | float
 
     def forward(self, x: Tensor) -> Tensor:
-        if active_shard() is None:
+        context = active_shard()
+        if context is None:
             direct: Tensor = super().forward(x)  # of the norm that this is mixed into
             return direct
         dim = 1 if self.channel_first else -1
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        half = x.dtype in (torch.float16, torch.bfloat16)
+        wide = x.float() if half else x
+        place = context.place_for(x.shape, x)
         norm = torch.linalg.vector_norm(wide, dim=dim, keepdim=True).clamp_min_(_RMS_FLOOR)
-        out = (wide * norm.reciprocal_().mul_(self.scale)).mul_(self.gamma)
+        out = torch.mul(wide, norm.reciprocal_().mul_(self.scale), out=None if half else place).mul_(self.gamma)
         if isinstance(self.bias, Tensor):
             out.add_(self.bias)
-        rounded: Tensor = out.to(x.dtype)
-        return rounded
+        if half:  # rounded once, at the end
+            return out.to(x.dtype) if place is None else place.copy_(out)
+        return out
 
 
 class ShardSiLU(nn.SiLU):
@@ -74,7 +78,10 @@ def group_norm(context: ShardContext, norm: nn.GroupNorm, x: Tensor) -> Tensor:
         layout = context.layout_of(x)
         parts = gather_parts(context.group, layout, moments, [moments.shape] * layout.ranks)
         moments = _joined(torch.stack(parts), [layout.length(r) for r in range(layout.ranks)])
-    return _normalise(x, norm, moments)
+    place = context.place_for(x.shape, x)
+    out = torch.empty_like(x) if place is None else place
+    _normalise(x, norm, moments, out)
+    return out
 
 
 def _moments(x: Tensor, groups: int) -> Tensor:
@@ -102,14 +109,24 @@ def _joined(parts: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.stack((mean, var))
 
 
-def _normalise(x: Tensor, norm: nn.GroupNorm, moments: Tensor) -> Tensor:
+def _normalise(x: Tensor, norm: nn.GroupNorm, moments: Tensor, out: Tensor) -> None:
     repeats = x.shape[1] // norm.num_groups
     wide = torch.promote_types(x.dtype, torch.float32)
     weight = None if norm.weight is None else norm.weight.to(wide)
     bias = None if norm.bias is None else norm.bias.to(wide)
     mean, var = moments.repeat_interleave(repeats, 2).to(wide)
-    images = [
-        F.batch_norm(image[None], mean[i], var[i], weight, bias, training=False, eps=norm.eps)
-        for i, image in enumerate(x)
-    ]
-    return images[0] if len(images) == 1 else torch.cat(images)
+    unused = mean.new_empty(0)
+    for i, image in enumerate(x):
+        torch.ops.aten.native_batch_norm.out(
+            image[None],
+            weight,
+            bias,
+            mean[i],
+            var[i],
+            False,
+            0.0,
+            norm.eps,
+            out=out[i : i + 1],
+            save_mean=unused,
+            save_invstd=unused,
+        )

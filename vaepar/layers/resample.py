@@ -86,7 +86,7 @@ def upsample_conv(context: ShardContext, x: Tensor, weight: Tensor, bias: Tensor
     height, width = x.shape[-2:]
     stencil = Stencil(window, window)
     x, padding = shard_input(context, x, stencil, shard_plan(context, x, stencil))
-    phases = F.conv2d(x, _phase_weight(weight), None if bias is None else bias.repeat(4), padding=padding)
+    kernels, bias = _phase_kernels(weight), None if bias is None else bias.repeat(2)
     channels = weight.shape[0]
     out = torch.empty(
         (x.shape[0], channels, 2 * height, 2 * width),
@@ -94,18 +94,19 @@ def upsample_conv(context: ShardContext, x: Tensor, weight: Tensor, bias: Tensor
         device=x.device,
         memory_format=torch.channels_last,
     )
-    for phase in range(4):
-        a, b = divmod(phase, 2)
-        part = phases[:, phase * channels : (phase + 1) * channels, a : a + height, b : b + width]
-        out[:, :, a::2, b::2].copy_(part)
+    for a, kernel in enumerate(kernels):  # even rows, then odd ones: both at once would be a second map of this size
+        phases = F.conv2d(x, kernel, bias, padding=padding)
+        for b, part in enumerate(phases.split(channels, 1)):
+            out[:, :, a::2, b::2].copy_(part[:, :, a : a + height, b : b + width])
+        del phases, part
     return out
 
 
-def _phase_weight(weight: Tensor) -> Tensor:
-    """The 2x2 kernels of the four phases, [4c', c, 2, 2], row phase outermost, from a 3x3 kernel [c', c, 3, 3].
+def _phase_kernels(weight: Tensor) -> list[Tensor]:
+    """The 2x2 kernels of even and of odd rows, [2c', c, 2, 2] each, even columns first, from [c', c, 3, 3].
 
     Even rows of the output read the row above and twice their own, odd ones twice their own and the row below.
     """
     taps = weight.new_tensor([[[1, 0, 0], [0, 1, 1]], [[1, 1, 0], [0, 0, 1]]])
     kernels = torch.einsum("apk,bql,oikl->aboipq", taps, taps, weight)
-    return kernels.flatten(0, 2).contiguous(memory_format=torch.channels_last)
+    return [rows.flatten(0, 1).contiguous(memory_format=torch.channels_last) for rows in kernels]

@@ -6,6 +6,7 @@ goes out without a copy where it can, and backends that know only dense buffers 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,9 +19,10 @@ from vaepar.parallel.shards import HaloPlan, Layout
 
 @dataclass
 class BufferPool:
-    """Receive buffers that one request uses again and again; :meth:`clear` gives them back."""
+    """Memory that one request uses again and again; :meth:`clear` gives it back."""
 
     buffers: dict[Hashable, Tensor] = field(default_factory=dict)
+    _scratch: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
 
     def take(self, name: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
         """A contiguous buffer of that shape, in the dtype and on the device of ``like``; its content is left over."""
@@ -29,8 +31,26 @@ class BufferPool:
             self.buffers[key] = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
         return self.buffers[key]
 
+    def scratch(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """The one working buffer, contiguous and of that shape. What an earlier call gave is void then.
+
+        It is as large as the largest shape so far. On a CPU the fresh pages of a large tensor take longer than the
+        arithmetic that fills it once, so what is short-lived and comes again is made here.
+        """
+        key, count = (like.dtype, like.device), math.prod(shape)
+        if key not in self._scratch or self._scratch[key].numel() < count:
+            self._scratch.pop(key, None)  # before the larger one is made
+            self._scratch[key] = torch.empty(count, dtype=like.dtype, device=like.device)
+        return self._scratch[key][:count].view(tuple(shape))
+
+    def in_scratch(self, x: Tensor) -> bool:
+        """True when ``x`` lies in the working buffer."""
+        own = x.untyped_storage()._cdata
+        return any(buffer.untyped_storage()._cdata == own for buffer in self._scratch.values())
+
     def clear(self) -> None:
         self.buffers.clear()
+        self._scratch.clear()
 
 
 class HaloExchange:

@@ -1,0 +1,143 @@
+"""Norms that write where the next convolution reads: the same numbers, in fewer maps, whatever stands in the block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
+from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor, nn
+
+from tests.layers.shard import random_map, run_sharded, seeded
+from tests.memory import PeakBytes
+from vaepar.layers.context import ShardContext, shard_active
+from vaepar.layers.inputs import channels_last
+from vaepar.layers.install import install_shards
+from vaepar.parallel.group import SoloGroup
+from vaepar.parallel.shards import split_rows
+
+_CHANNELS = 16
+
+
+class Wrapped(nn.Module):
+    """A layer as adapters of weights wrap it: it is called, and its class is not the layer's."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._padding = getattr(layer, "_padding", None)
+
+    def forward(self, *args: Any) -> Any:
+        return self.layer(*args)
+
+
+class Doubled(nn.Module):
+    """In a norm's place, and it knows nothing of slots."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def image_block(out: int = _CHANNELS) -> Any:
+    return ResnetBlock2D(in_channels=_CHANNELS, out_channels=out, temb_channels=None, groups=4, eps=1e-6)
+
+
+def video_block(out: int = _CHANNELS) -> Any:
+    return WanResidualBlock(_CHANNELS, out)
+
+
+def call_image(block: nn.Module, own: Sequence[Tensor]) -> Tensor:
+    return torch.cat([block(x.clone(), None) for x in own])
+
+
+def call_video(block: nn.Module, own: Sequence[Tensor]) -> Tensor:
+    """The steps of a decode: each finds the frames of the one before it in the cache."""
+    cache: list[Any] = [None, None]
+    return torch.cat([block(x.clone(), cache, [0]) for x in own], 2)
+
+
+def steps_of(video: bool) -> list[Tensor]:
+    if not video:
+        return [random_map(2, _CHANNELS, 11, 9)]
+    return [random_map(1, _CHANNELS, frames, 11, 9, seed=frames) for frames in (1, 4, 1, 2)]
+
+
+def untouched(block: Any) -> None:
+    return None
+
+
+def norms_are_wrapped(block: Any) -> None:
+    block.norm1, block.norm2 = Wrapped(block.norm1), Wrapped(block.norm2)
+
+
+def convolutions_are_wrapped(block: Any) -> None:
+    block.conv1, block.conv2 = Wrapped(block.conv1), Wrapped(block.conv2)
+
+
+def norms_are_foreign(block: Any) -> None:
+    block.norm1 = block.norm2 = Doubled()
+
+
+def activations_give_views(block: Any) -> None:
+    block.nonlinearity.register_forward_hook(lambda module, args, out: out.view_as(out))
+
+
+def activations_give_new_maps(block: Any) -> None:
+    block.nonlinearity.register_forward_hook(lambda module, args, out: out + 1)
+
+
+def activation_is_another(block: Any) -> None:
+    block.nonlinearity = nn.GELU()
+
+
+CHANGES = [
+    untouched,
+    norms_are_wrapped,
+    convolutions_are_wrapped,
+    norms_are_foreign,
+    activations_give_views,
+    activations_give_new_maps,
+    activation_is_another,
+]
+
+
+@pytest.mark.parametrize("axis", ["height", "width"])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("out", [_CHANNELS, 24])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("video", [False, True])
+def test_a_block_is_the_plain_block(
+    video: bool, change: Callable[[Any], None], out: int, ranks: int, axis: Any
+) -> None:
+    """float64: sums are taken in another order, so 1e-12 and not equality."""
+    build, call = (video_block, call_video) if video else (image_block, call_image)
+    maps = steps_of(video)
+    plain, block = seeded(lambda: build(out)), seeded(lambda: build(out))
+    with torch.no_grad():
+        for parameter, own in zip(plain.parameters(), block.parameters(), strict=True):
+            own.copy_(parameter.copy_(torch.rand_like(parameter)))  # gammas of ones and zeros would hide a mix-up
+    install_shards(block)
+    change(plain)
+    change(block)
+    with torch.no_grad():
+        expected = call(plain, maps)
+    layout = split_rows(maps[0].shape[-2 if axis == "height" else -1], ranks)
+    joined = run_sharded(block, maps, [layout], axis, call)
+    assert (joined - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("video", "maps"), [(False, 2.1), (True, 2.9)])
+def test_a_block_makes_two_maps_beside_its_input(video: bool, maps: float) -> None:
+    """What the convolution reads and what it writes; of a film also two frames more to read and two caches of two."""
+    block = seeded(video_block if video else image_block, torch.float32)
+    install_shards(block)
+    shape = (1, _CHANNELS, 8, 32, 32) if video else (1, _CHANNELS, 64, 64)
+    x = channels_last(random_map(*shape, dtype=torch.float32))
+    cache: list[Any] = [torch.zeros_like(x[:, :, :2]) for _ in range(2)] if video else []
+    with shard_active(ShardContext(SoloGroup(), "height", [split_rows(x.shape[-2], 1)])), PeakBytes() as counted:
+        out = block(x, cache, [0]) if video else block(x, None)
+    assert counted.peak <= maps * x.numel() * x.element_size()
+    assert out.data_ptr() == x.data_ptr()  # the caller's map, which it holds on to anyway
