@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from .start import Start, Talk
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What these options said. The names are those of the options."""
+    """What these options said. The names are those of the options; ``remarks`` are to be told when the run begins."""
 
     list_: tuple[str, ...]
     null: bool
@@ -56,6 +57,7 @@ class Batch:
     report: Path | None
     verbose: bool
     quiet: bool
+    remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_restarts < 0:
@@ -67,7 +69,8 @@ class Batch:
 
     @property
     def talk(self) -> Talk:
-        return Talk(verbose=self.verbose, quiet=self.quiet, dialect=Dialect(name=self.progress, rows=self.json_))
+        dialect = Dialect(name=self.progress, rows=self.json_)
+        return Talk(verbose=self.verbose, quiet=self.quiet, dialect=dialect, remarks=self.remarks)
 
     @property
     def where(self) -> Start:
@@ -161,7 +164,8 @@ def with_batch(command: Callable[..., None]) -> Callable[..., None]:
         chosen = {name: values.pop(name) for name in shared}
         del chosen["config_"], chosen["print_config"]
         chosen["list_"] = tuple(chosen["list_"] or ())
-        command(**values, batch=Batch(**chosen))
+        remarks = config.unknown_variables(values["ctx"], os.environ)
+        command(**values, batch=Batch(**chosen, remarks=tuple(remarks)))
 
     del expanded.__dict__["__wrapped__"]  # its signature would be taken for this one's
     expanded.__dict__["__signature__"] = signature.replace(parameters=parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from vaepar.jobs.bench_report import BenchReport, Row
+from vaepar.jobs.bench_report import BenchReport, BenchRow
 from vaepar.jobs.bench_statistics import Difference, Ratio
 
 from .output import console, human_bytes, safe
@@ -50,7 +50,7 @@ _LEGEND = (
 )
 
 
-def _speed_table(rows: list[Row]) -> Table:
+def _speed_table(rows: list[BenchRow]) -> Table:
     table = _table("case", "ranks x threads", "seconds", "vs one rank", "efficiency")
     table.add_column("vs stock one thread", justify="right")
     table.add_column("vs stock same threads", justify="right")
@@ -70,7 +70,7 @@ def _speed_table(rows: list[Row]) -> Table:
     return table
 
 
-def _cost_table(rows: list[Row]) -> Table:
+def _cost_table(rows: list[BenchRow]) -> Table:
     table = _table(
         "case", "ranks x threads", "memory", "estimate", "vs one rank", "vs stock", "sent", "messages", "rounds"
     )
@@ -96,7 +96,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _names(row: Row) -> tuple[str, str]:
+def _names(row: BenchRow) -> tuple[str, str]:
     case = row.case
     name = case.name if case.is_stock or case.name == case.strategy else f"{case.name}: {case.strategy}"
     return name, f"{case.ranks} x {case.threads}"

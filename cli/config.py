@@ -15,6 +15,9 @@ from vaepar.errors import UsageError
 from vaepar.text import listed, shown
 
 _MAX_BYTES = 2**20
+_VARIABLES = "VAEPAR_"
+# Of the scripts beside this package, and of the rank that hands a list on to the others.
+_NOT_OPTIONS = frozenset({"VAEPAR_PIP_ARGS", "VAEPAR_STDIN_LIST"})
 _NOT_IN_FILES = frozenset({"config", "print_config", "help", "ctx"})
 
 
@@ -43,6 +46,21 @@ def take_file(ctx: typer.Context, value: str | None) -> str | None:
             settings[name] = setting
     ctx.default_map = {**(ctx.default_map or {}), **settings}
     return value
+
+
+def unknown_variables(ctx: typer.Context, environment: Mapping[str, str]) -> list[str]:
+    """A line for each ``VAEPAR_*`` variable that no command has an option for, so that a slip of the pen is seen."""
+    commands = getattr(ctx.find_root().command, "commands", {ctx.info_name: ctx.command}).values()
+    options = {plain(param.name or "").upper() for command in commands for param in command.params}
+    lines = []
+    for name in sorted(environment):
+        option = name.removeprefix(_VARIABLES)
+        if option == name or option in options or name in _NOT_OPTIONS:
+            continue
+        close = difflib.get_close_matches(option, options, 1)
+        guess = f"; did you mean {_VARIABLES}{close[0]}?" if close else ""
+        lines.append(f"{shown(name)} is set and no option is called so{guess}")
+    return lines
 
 
 def plain(name: str) -> str:

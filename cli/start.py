@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,8 @@ from vaepar.jobs.request import BatchRequest
 from .output import closing_table, print_plan, set_up_logging
 from .progress import Dialect, observer, print_rows, print_summary
 
+logger = logging.getLogger("vaepar.cli")
+
 _LONGEST_TIMEOUT = 7 * 24 * 3600
 
 # The second argument is the group of ranks that ``launch.joined`` gives.
@@ -22,11 +25,12 @@ Run = Callable[[BatchRequest, Any, Observer], RunReport]
 
 @dataclass(frozen=True, kw_only=True)
 class Talk:
-    """How much is said."""
+    """How much is said, and what is to be said before anything else."""
 
     verbose: bool = False
     quiet: bool = False
     dialect: Dialect = field(default_factory=Dialect)
+    remarks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.verbose and self.quiet:
@@ -64,6 +68,9 @@ def start(
     """
     world = launch.World.from_environment()
     set_up_logging(verbose=talk.verbose, quiet=talk.quiet, speaks=world.rank == 0)
+    if not world.ours:  # ranks that this package starts have been preceded by their launcher, which said it
+        for remark in talk.remarks:
+            logger.warning("%s", remark)
     if where.dry_run:
         return _plan(request, where, talk, load_run()) if world.rank == 0 else 0
     count = launch.choose_ranks(where.ranks, where.device, world)

@@ -15,10 +15,10 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.cli.conftest import Outcome, run_command
+from tests.cli.conftest import Decode, Outcome, run_command
 from tests.cli.test_decode import video_frames
 from vaepar.cli.main import run
 from vaepar.demo import demo_vae_folder
@@ -102,6 +102,22 @@ def test_a_picture_equals_what_diffusers_encodes(
     assert (facts["height"], facts["width"], facts["state"], facts["posterior"]) == ("64", "48", "raw", "mode")
     assert facts["source"] == "cat.png"
     assert len(facts["vae_sha256"]) == 64
+
+
+def test_latents_of_other_weights_are_noted(
+    tmp_path: Path, encode: Encode, decode: Decode, model_folders: dict[str, Path]
+) -> None:
+    """A fine-tuned VAE has the shapes of the one it came from; only the hash tells them apart."""
+    assert encode([picture(tmp_path / "cat.png", 64, 64)], "kl").code == 0
+    own = tmp_path / "enc" / "cat.safetensors"
+    made = metadata_of(own)["vae_sha256"]
+    other = tmp_path / "other.safetensors"
+    save_file(load_file(own), other, metadata=metadata_of(own) | {"vae_sha256": "0" * 64})
+    outcome = decode([own, other], "kl")
+    assert outcome.code == 0, outcome.err
+    assert not [note for note in outcome.row("cat.safetensors")["notes"] if "weights" in note]
+    (note,) = [note for note in outcome.row("other.safetensors")["notes"] if "weights" in note]
+    assert note == f"the file was made with other weights, sha256 {'0' * 12}; those of the model are {made[:12]}"
 
 
 def test_the_normalised_state_is_the_pipelines(tmp_path: Path, encode: Encode, model_folders: dict[str, Path]) -> None:

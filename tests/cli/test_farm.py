@@ -154,6 +154,19 @@ def test_configuration_files(
     assert decode(files[:1], "kl", "--config", str(tmp_path / "none.toml")).code == 2
 
 
+def test_variables_that_are_no_options(files: list[Path], decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VAEPAR_TILE_SIZ", "VAEPAR_ZZZ", "VAEPAR_PREVIEW", "VAEPAR_FORMAT", "VAEPAR_PIP_ARGS"):
+        monkeypatch.setenv(name, "auto")
+    outcome = decode(files[:1], "kl", "--state", "raw")
+    assert outcome.code == 0, outcome.err
+    err = " ".join(outcome.err.split())
+    assert "warning: VAEPAR_TILE_SIZ is set and no option is called so; did you mean VAEPAR_TILE_SIZE?" in err
+    assert "VAEPAR_ZZZ is set and no option is called so;" not in err
+    assert "VAEPAR_ZZZ is set and no option is called so" in err
+    assert not any(known in err for known in ("VAEPAR_PREVIEW", "VAEPAR_FORMAT", "VAEPAR_PIP_ARGS"))
+    assert "VAEPAR" not in decode(files[:1], "kl", "--state", "raw", "--overwrite", "--quiet").err
+
+
 def test_print_config_is_a_configuration_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["decode", "x", "--model", 'my "model"', "--tile-size", "64", "--crf", "3", "--list", "l"]
     assert run([*command, "--print-config"]) == 0

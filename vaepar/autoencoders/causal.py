@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vaepar.autoencoders.family import ShardStep
 from vaepar.autoencoders.feed import FrameFeed, MappedFeed, TensorFeed, TilePieces, shape_of
 from vaepar.autoencoders.mixin import DistributedVaeMixin, check_pixels, require_rank
-from vaepar.autoencoders.tiling import TilePlan
+from vaepar.autoencoders.tiling import TilePlan, tile_tasks
 from vaepar.errors import UsageError
 from vaepar.parallel.executor import DistributedOperator, GridSpec, TileTask
 
@@ -85,19 +85,14 @@ class CausalTileMixin(DistributedVaeMixin):
         if frames < 1:
             raise UsageError("a latent of zero frames cannot be decoded")
         counts = [self._pixel_frames(k, k + 1) for k in range(frames)]
-        tasks: list[TileTask] = []
-        for coord, rows, columns in plan.tiles():
-            size = plan.output_size(rows, columns)
-            tasks.append(
-                TileTask(
-                    tile_id=len(tasks),
-                    grid_coord=coord,
-                    tensor=[z[:, :, k : k + 1, rows, columns] for k in range(frames)],
-                    workload=(rows.stop - rows.start) * (columns.stop - columns.start) * frames,
-                    output_shapes=[(z.shape[0], self.decoder_channels, count, *size) for count in counts],
-                )
-            )
-        return tasks, GridSpec(split_dims=(3, 4), grid_shape=plan.grid, tile_spec={"plan": plan}, steps=frames)
+        return tile_tasks(
+            plan,
+            lambda rows, columns: [z[:, :, k : k + 1, rows, columns] for k in range(frames)],
+            lambda *size: [(z.shape[0], self.decoder_channels, count, *size) for count in counts],
+            dims=(3, 4),
+            frames=frames,
+            steps=frames,
+        )
 
     def decode_pieces(self, pieces: Iterable[Tensor]) -> Generator[Tensor]:
         return self._walk(self.post_quant_conv(piece) for piece in pieces)
@@ -183,19 +178,14 @@ class CausalTileMixin(DistributedVaeMixin):
         batch, _, frames, height, width = feed.shape
         plan, bounds = self.encode_tile_plan(height, width), self._encode_bounds(frames)
         channels = 2 * int(self.config.z_dim)
-        tasks: list[TileTask] = []
-        for coord, rows, columns in plan.tiles():
-            shape = (batch, channels, 1, *plan.output_size(rows, columns))
-            tasks.append(
-                TileTask(
-                    tile_id=len(tasks),
-                    grid_coord=coord,
-                    tensor=TilePieces(feed, bounds, rows, columns),
-                    workload=(rows.stop - rows.start) * (columns.stop - columns.start) * bounds[-1][1],
-                    output_shapes=[shape] * len(bounds),
-                )
-            )
-        return tasks, GridSpec(split_dims=(3, 4), grid_shape=plan.grid, tile_spec={"plan": plan}, steps=len(bounds))
+        return tile_tasks(
+            plan,
+            lambda rows, columns: TilePieces(feed, bounds, rows, columns),
+            lambda *size: [(batch, channels, 1, *size)] * len(bounds),
+            dims=(3, 4),
+            frames=bounds[-1][1],
+            steps=len(bounds),
+        )
 
     def _encode_bounds(self, frames: int, frames_per_step: int = 1) -> list[tuple[int, int]]:
         """First and last (exclusive) pixel frame of each step: the first frame alone, then four for a latent frame.

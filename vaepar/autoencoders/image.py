@@ -13,7 +13,7 @@ from torch import Tensor
 from vaepar.autoencoders.family import ShardStep
 from vaepar.autoencoders.feed import FrameFeed
 from vaepar.autoencoders.mixin import DistributedVaeMixin, check_pixels, require_rank
-from vaepar.autoencoders.tiling import TilePlan
+from vaepar.autoencoders.tiling import TilePlan, tile_tasks
 from vaepar.errors import UsageError
 from vaepar.parallel.executor import DistributedOperator, GridSpec, TileTask
 
@@ -46,21 +46,10 @@ class ImageTileMixin(DistributedVaeMixin):
         return self.use_tiling and max(z.shape[-1], z.shape[-2]) > self.tile_latent_min_size
 
     def tile_split(self, z: Tensor) -> tuple[list[TileTask], GridSpec]:
-        plan = self.tile_plan(z)
-        tasks: list[TileTask] = []
-        for coord, rows, columns in plan.tiles():
-            height, width = plan.output_size(rows, columns)
+        plan, channels = self.tile_plan(z), int(self.config.out_channels)
+        for _, rows, columns in plan.tiles():
             self._check_norms(rows.stop - rows.start, columns.stop - columns.start)
-            tasks.append(
-                TileTask(
-                    tile_id=len(tasks),
-                    grid_coord=coord,
-                    tensor=z[:, :, rows, columns],
-                    workload=(rows.stop - rows.start) * (columns.stop - columns.start),
-                    output_shapes=[(z.shape[0], self.config.out_channels, height, width)],
-                )
-            )
-        return tasks, GridSpec(split_dims=(2, 3), grid_shape=plan.grid, tile_spec={"plan": plan})
+        return _cut(z, plan, channels)
 
     def decode_pieces(self, pieces: Iterable[Tensor]) -> Generator[Tensor]:
         for piece in pieces:
@@ -81,20 +70,7 @@ class ImageTileMixin(DistributedVaeMixin):
 
     def encode_tile_split(self, x: Tensor) -> tuple[list[TileTask], GridSpec]:
         """Cut pixels [B, C, H, W] into tile tasks whose results are moments [B, 2C', h, w]."""
-        plan = self.encode_tile_plan(x)
-        channels = 2 * int(self.config.latent_channels)
-        tasks: list[TileTask] = []
-        for coord, rows, columns in plan.tiles():
-            tasks.append(
-                TileTask(
-                    tile_id=len(tasks),
-                    grid_coord=coord,
-                    tensor=x[:, :, rows, columns],
-                    workload=(rows.stop - rows.start) * (columns.stop - columns.start),
-                    output_shapes=[(x.shape[0], channels, *plan.output_size(rows, columns))],
-                )
-            )
-        return tasks, GridSpec(split_dims=(2, 3), grid_shape=plan.grid, tile_spec={"plan": plan})
+        return _cut(x, self.encode_tile_plan(x), 2 * int(self.config.latent_channels))
 
     def encode_pieces(self, pieces: Iterable[Tensor]) -> Generator[Tensor]:
         for piece in pieces:
@@ -157,6 +133,16 @@ class ImageTileMixin(DistributedVaeMixin):
                 f"the last tile would be {height}x{width} latents, too small for this VAE's group norm; "
                 f"another tile size or stride avoids it"
             )
+
+
+def _cut(x: Tensor, plan: TilePlan, channels: int) -> tuple[list[TileTask], GridSpec]:
+    """The tiles of [B, C, H, W], whose results have so many channels."""
+    return tile_tasks(
+        plan,
+        lambda rows, columns: x[:, :, rows, columns],
+        lambda height, width: [(x.shape[0], channels, height, width)],
+        dims=(2, 3),
+    )
 
 
 def _size(x: Tensor) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from vaepar.parallel.executor import (
     Split,
     TileMerge,
     TileTask,
+    joined,
 )
 from vaepar.parallel.group import RankGroup
 from vaepar.parallel.shards import Axis
@@ -205,8 +206,7 @@ class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
 
     def tile_exec(self, task: TileTask) -> Tensor:
         """Decode one tile, all of it at once."""
-        pieces = list(self.tile_steps(task))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        return joined(list(self.tile_steps(task)))
 
     def tile_merge(self, coord_tensor_map: dict[GridCoord, Tensor], grid_spec: GridSpec) -> Tensor:
         """Blend decoded tiles, [..., h, w] by grid coordinate, into the whole output. Their memory is written to."""
@@ -214,8 +214,7 @@ class DistributedVaeMixin(ShardFamily, SavedAsDiffusers):
 
     def encode_tile_exec(self, task: TileTask) -> Tensor:
         """Encode one tile, all of it at once: moments."""
-        pieces = list(self.encode_tile_steps(task))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        return joined(list(self.encode_tile_steps(task)))
 
     def encode_tile_merge(self, coord_tensor_map: dict[GridCoord, Tensor], grid_spec: GridSpec) -> Tensor:
         """Blend encoded tiles into the moments of the whole. Their memory is written to."""

@@ -20,6 +20,7 @@ from vaepar.autoencoders.feed import FrameFeed
 from vaepar.errors import UsageError
 from vaepar.layers.context import ShardContext, shard_active
 from vaepar.layers.install import install_shards
+from vaepar.parallel.executor import joined
 from vaepar.parallel.group import Pending, RankGroup
 from vaepar.parallel.shards import Axis, Layout, decode_layouts, encode_layouts
 
@@ -211,7 +212,7 @@ def _encode_rows(
             context.group.check_alarm()
             with _running(vae, context):
                 moments.append(next(walk))
-    return moments[0] if len(moments) == 1 else torch.cat(moments, 2)
+    return joined(moments)
 
 
 def _frames(x: Tensor | FrameFeed, step: ShardStep) -> Tensor:

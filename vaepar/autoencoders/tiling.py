@@ -7,7 +7,7 @@ cropped to the stride. Results are equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vaepar.errors import UsageError
-from vaepar.parallel.executor import GridCoord
+from vaepar.parallel.executor import GridCoord, GridSpec, TileTask
 
 Pair = tuple[int, int]  # (height, width)
 
@@ -29,7 +29,6 @@ class TilePlan:
         tile: tile height and width on the input's scale.
         stride: distance between tile starts on the input's scale, at most ``tile``.
         up, down: output extent = input extent * up // down.
-        blend: rows and columns that neighbours share, on the output's scale; ``(tile - stride)`` there when None.
     """
 
     extent: Pair
@@ -37,7 +36,6 @@ class TilePlan:
     stride: Pair
     up: int = 1
     down: int = 1
-    blend: Pair | None = None
 
     def __post_init__(self) -> None:
         for axis, tile, stride in zip(("height", "width"), self.tile, self.stride, strict=True):
@@ -62,8 +60,7 @@ class TilePlan:
 
     @property
     def output_blend(self) -> Pair:
-        if self.blend is not None:
-            return self.blend
+        """Rows and columns that neighbours share."""
         return self._scaled(self.tile[0]) - self.output_stride[0], self._scaled(self.tile[1]) - self.output_stride[1]
 
     def tiles(self) -> Iterator[tuple[GridCoord, slice, slice]]:
@@ -79,6 +76,38 @@ class TilePlan:
 
     def _scaled(self, n: int) -> int:
         return n * self.up // self.down
+
+
+def tile_tasks(
+    plan: TilePlan,
+    part: Callable[[slice, slice], Tensor | Sequence[Tensor]],
+    shapes: Callable[[int, int], Sequence[tuple[int, ...]]],
+    *,
+    dims: Pair,
+    frames: int = 1,
+    steps: int = 1,
+) -> tuple[list[TileTask], GridSpec]:
+    """The tasks of a plan's tiles, and what their merge needs.
+
+    Args:
+        plan: the tiles.
+        part: gives what a tile of these rows and columns is computed from.
+        shapes: gives the shapes of a tile's results, one for each step, from their height and width.
+        dims: the dimensions of height and width.
+        frames: of each tile, for the balance of load.
+        steps: pieces in time.
+    """
+    tasks = [
+        TileTask(
+            tile_id=number,
+            grid_coord=coord,
+            tensor=part(rows, columns),
+            workload=(rows.stop - rows.start) * (columns.stop - columns.start) * frames,
+            output_shapes=shapes(*plan.output_size(rows, columns)),
+        )
+        for number, (coord, rows, columns) in enumerate(plan.tiles())
+    ]
+    return tasks, GridSpec(split_dims=dims, grid_shape=plan.grid, tile_spec={"plan": plan}, steps=steps)
 
 
 def tile_settings(model: Any) -> dict[str, Any]:

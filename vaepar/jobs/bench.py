@@ -29,7 +29,7 @@ from vaepar.jobs.estimate import estimate_peak_bytes, select_for
 from vaepar.jobs.report import check_report
 from vaepar.launch import World
 from vaepar.parallel.agreement import agreed
-from vaepar.parallel.executor import assign
+from vaepar.parallel.executor import assign, joined
 from vaepar.parallel.group import RankGroup, SoloGroup
 from vaepar.parallel.torch_group import TorchGroup
 
@@ -139,7 +139,7 @@ class _Bench:
                 if self._pass(measured, z, kept if count == 0 else None) is None:
                     break
                 if kept:
-                    picture = kept[0] if len(kept) == 1 else torch.cat(kept, dim=2)
+                    picture = joined(kept)
                     measured.to_untiled = None if untiled is None else difference(picture, untiled)
                     measured.to_tiled = None if tiled is None else difference(picture, tiled)
                     del picture

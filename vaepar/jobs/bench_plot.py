@@ -11,7 +11,7 @@ from typing import Any
 from vaepar.atomic import write_whole
 from vaepar.errors import UsageError
 from vaepar.jobs.bench_plan import alone_of
-from vaepar.jobs.bench_report import BenchReport, Row, ShapeResult
+from vaepar.jobs.bench_report import BenchReport, BenchRow, ShapeResult
 
 _WIDTH, _HEIGHT, _DPI = 10.0, 4.0, 120
 
@@ -22,11 +22,11 @@ def require_matplotlib() -> None:
         raise UsageError("--plot needs matplotlib, which is not installed; pip install 'vaepar[plot]' brings it")
 
 
-def curves(result: ShapeResult, modes: Sequence[str]) -> dict[str, list[Row]]:
+def curves(result: ShapeResult, modes: Sequence[str]) -> dict[str, list[BenchRow]]:
     """The measured rows of each mode by number of ranks. They begin with the one-rank row that does the same work as
     those of several ranks: ``auto`` on one rank may do other work."""
     rows = [row for row in result.rows() if row.latency is not None]
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[BenchRow]] = {}
     for mode in modes:
         own = sorted((row for row in rows if row.case.name == mode), key=lambda row: row.case.ranks)
         shared = [row for row in own if row.case.ranks > 1]

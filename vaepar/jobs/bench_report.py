@@ -72,7 +72,7 @@ class CaseResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BenchRow:
     """What is said about one case.
 
     Args:
@@ -113,7 +113,7 @@ class ShapeResult:
     shape: tuple[int, ...]
     cases: list[CaseResult] = field(default_factory=list)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[BenchRow]:
         return [_row(result, self.cases) for result in self.cases]
 
 
@@ -185,17 +185,17 @@ def probe(path: Path) -> None:
     discard(create_temp_file(path))
 
 
-def _row(result: CaseResult, results: Sequence[CaseResult]) -> Row:
+def _row(result: CaseResult, results: Sequence[CaseResult]) -> BenchRow:
     case = result.case
     if not result.samples:
-        return Row(case=case, to_untiled=result.to_untiled, to_tiled=result.to_tiled, failed=result.failed)
+        return BenchRow(case=case, to_untiled=result.to_untiled, to_tiled=result.to_tiled, failed=result.failed)
     cases = [other.case for other in results]
     alone = None if case.is_stock else _find(alone_of(case, cases), results)
     speed_up = _ratio(alone, result)
     stock = _find(stock_of(case, cases, 1), results)
     total_threads = case.ranks * case.threads
     first = result.samples[0]
-    return Row(
+    return BenchRow(
         case=case,
         latency=summarise(result.seconds),
         speed_up=speed_up,
@@ -231,4 +231,4 @@ def _peak_ratio(result: CaseResult, other: CaseResult | None) -> float | None:
     return ours / theirs if ours is not None and theirs else None
 
 
-__all__ = ["SCHEMA", "BenchReport", "CaseResult", "Row", "Sample", "ShapeResult", "probe", "write_json"]
+__all__ = ["SCHEMA", "BenchReport", "BenchRow", "CaseResult", "Sample", "ShapeResult", "probe", "write_json"]

@@ -61,6 +61,7 @@ class _DecodeRun(BatchRun):
     def work(self, task: Task, outputs: Outputs) -> None:
         facts, latent = self._read(task)
         describe(task.row, facts, self.decoding.video.fps)
+        task.row.notes.extend(_other_vae(facts, self.report.model_sha256))
         if task.out_base is None:
             raise UsageError(f"{shown(task.path)} has no output name")
         paths, fmt = outputs_of(facts, task.out_base, self.decoding)
@@ -144,6 +145,14 @@ class _DecodeRun(BatchRun):
             "dtype": self.report.dtype,
         }
         return {key: str(value) for key, value in values.items() if value is not None}
+
+
+def _other_vae(facts: LatentFacts, loaded: str | None) -> list[str]:
+    """A note when the file names the weights that it was made with, and they are others than the loaded ones."""
+    made = facts.header.metadata.get("vae_sha256")
+    if made is None or loaded is None or made == loaded:
+        return []
+    return [f"the file was made with other weights, sha256 {shown(made[:12])}; those of the model are {loaded[:12]}"]
 
 
 def _cropped(pixels: Tensor, facts: LatentFacts) -> Tensor:

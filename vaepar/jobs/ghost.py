@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vaepar.parallel.group import Message, Pending, RankGroup
+from vaepar.parallel.group import Done, Message, Pending, RankGroup
 
 META = torch.device("meta")
 
-
-class _Done:
-    def wait(self) -> None:
-        return None
+# On one thread PyTorch gives float32 convolutions to oneDNN when the first four axes have more positions than this
+# (ConvParams::use_mkldnn in ATen), and unfolds the others itself; of a film's [B, C, T, H, W] the width is left out.
+_ONEDNN_FROM = 20480
 
 
 class GhostGroup(RankGroup):
@@ -47,13 +46,13 @@ class GhostGroup(RankGroup):
         return None
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Pending:
-        return _Done()
+        return Done()
 
     def _irecv(self, buffer: Tensor, src: int, tag: int) -> Pending:
-        return _Done()
+        return Done()
 
     def _exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        return _Done()
+        return Done()
 
     def _broadcast(self, tensor: Tensor, src: int) -> None:
         return None
@@ -90,6 +89,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.batch_norm_update_stats.default:  # has no meta kernel
             result: Any = tuple(args[0].new_empty(args[0].shape[1]) for _ in range(2))
+        elif func is torch.ops.aten.native_batch_norm.out:  # its meta kernel makes a new map first
+            result = kwargs["out"], kwargs["save_mean"], kwargs["save_invstd"]
         else:
             result = func(*args, **(kwargs or {}))
         if self._unfolds and func is torch.ops.aten.convolution.default:
@@ -114,10 +115,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
 
 def _unfolded(args: Any, result: Tensor) -> int:
-    """Bytes of a convolution's unfolded input beside its operands; 0 where there is nothing to unfold."""
-    weight, stride = args[1], args[3]
+    """Bytes that a convolution on one thread takes beside its operands: an unfolded input, or oneDNN's own copy."""
+    x, weight, stride = args[0], args[1], args[3]
     taps = int(math.prod(weight.shape[2:]))
-    if taps == 1 or max(weight.shape[-2:]) > 3 or any(step > 1 for step in stride):
+    large = x.dtype == torch.float32 and math.prod(x.shape[:4]) > _ONEDNN_FROM
+    if large or taps == 1 or max(weight.shape[-2:]) > 3 or any(step > 1 for step in stride):
         return result.numel() * result.element_size()
     unfolded = int(weight.shape[1]) * taps * math.prod(result.shape[2:])
     return int(unfolded + result.numel()) * result.element_size()

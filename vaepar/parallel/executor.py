@@ -75,6 +75,11 @@ class TileMerge(Protocol):
     def result(self) -> Tensor: ...
 
 
+def joined(pieces: Sequence[Tensor], step_dim: int = 2) -> Tensor:
+    """The pieces of a result, one or more in time order, as one tensor; a single one is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=step_dim)
+
+
 Split = Callable[[Tensor], tuple[list[TileTask], GridSpec]]
 Merge = Callable[[dict[GridCoord, Tensor], GridSpec], Tensor]
 
@@ -160,7 +165,7 @@ class DistributedVaeExecutor:
             chunks = [chunk for chunk in stream() if chunk is not None]
             result = None
             if self.is_owner:
-                result = chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=step_dim)
+                result = joined(chunks, step_dim)
             del chunks
             if broadcast_result and self.group.size > 1:
                 result = self._broadcast(result)

@@ -47,7 +47,9 @@ class Traffic:
         self.bytes += copies * tensor.numel() * tensor.element_size()
 
 
-class _Done:
+class Done:
+    """A transfer that needs no waiting."""
+
     def wait(self) -> None:
         return None
 
@@ -88,7 +90,7 @@ class RankGroup(ABC):
         for send in contiguous:
             self.traffic.add(send.tensor)
         if not contiguous and not receives:
-            return _Done()
+            return Done()
         self.traffic.rounds += 1
         return self._exchange(contiguous, receives)
 
