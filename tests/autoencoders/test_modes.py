@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.autoencoders.test_tile_decode import FAMILIES, latent, plain_and_distributed
+from tests.families import FAMILIES, latent, plain_and_distributed
 from vaepar.autoencoders.selection import select
 from vaepar.config import VaeParallelConfig, VaeParallelMode
 from vaepar.errors import UnsupportedModeError, UsageError

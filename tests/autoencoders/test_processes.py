@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.autoencoders.test_tile_decode import FAMILIES, latent, plain_and_distributed
-from tests.autoencoders.test_tile_encode import pixels
+from tests.families import FAMILIES, latent, pixels, plain_and_distributed
 from tests.processes import run_processes
 from vaepar.parallel.group import RankGroup
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.autoencoders.test_spatial_parity import ADAPTERS, latent
+from tests.families import ADAPTERS, latent
 from tests.memory import PeakBytes
 from vaepar.autoencoders.spatial import shard_decode_chunks
 from vaepar.parallel.group import RankGroup

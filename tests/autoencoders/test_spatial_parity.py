@@ -6,9 +6,6 @@ float32 result is 1e-6 to 5e-6 from its float64 one); bfloat16 is compared by th
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,66 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.autoencoders.test_tile_decode import FAMILIES
+from tests.autoencoders.shards import (
+    AXES,
+    close,
+    joined,
+    plain_decode,
+    plain_moments,
+    shard_decode,
+    shard_moments,
+)
+from tests.families import ADAPTERS, MAKERS, VIDEO, latent
 from tests.processes import run_processes
 from vaepar.autoencoders.spatial import shard_decode_chunks, shard_encode
 from vaepar.parallel.group import RankGroup
-from vaepar.parallel.loopback import run_loopback
 from vaepar.parallel.shards import Axis
-
-# The plain diffusers model and the adapter of each family; both have the same weights.
-MAKERS: dict[str, Callable[..., Any]] = {family: make for family, (make, *_) in FAMILIES.items()}
-ADAPTERS: dict[str, Callable[..., Any]] = {
-    family: partial(make, cls=adapter) for family, (make, adapter, *_) in FAMILIES.items()
-}
-CHANNELS = {family: channels for family, (_, _, channels, _) in FAMILIES.items()}
-AXES: tuple[Axis, ...] = ("height", "width")
-VIDEO = ("qwenimage", "wan21", "wan22")
-
-
-def latent(family: str, height: int, width: int, *, frames: int = 1, batch: int = 1, seed: int = 0) -> Tensor:
-    shape = (batch, CHANNELS[family], *([frames] if family in VIDEO else []), height, width)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def joined(chunks: list[Tensor | None]) -> Tensor:
-    return torch.cat([chunk for chunk in chunks if chunk is not None], 2)
-
-
-def shard_decode(vae: Any, z: Tensor, size: int, axis: Axis, **options: Any) -> list[Tensor | None]:
-    """What each rank got of the whole picture."""
-    models = [copy.deepcopy(vae) for _ in range(size)]
-
-    def work(group: RankGroup) -> Tensor | None:
-        chunks = list(shard_decode_chunks(models[group.rank], z, group, axis, **options))
-        if chunks[0] is None:
-            assert all(chunk is None for chunk in chunks)
-            return None
-        return joined(chunks) if chunks[0].ndim == 5 else chunks[0]
-
-    return run_loopback(size, work)
-
-
-def shard_moments(vae: Any, x: Tensor, size: int, axis: Axis, **options: Any) -> list[Tensor | None]:
-    models = [copy.deepcopy(vae) for _ in range(size)]
-    return run_loopback(size, lambda group: shard_encode(models[group.rank], x, group, axis, **options))
-
-
-@torch.no_grad()
-def plain_decode(vae: Any, z: Tensor) -> Tensor:
-    return vae.decode(z).sample
-
-
-@torch.no_grad()
-def plain_moments(vae: Any, x: Tensor) -> Tensor:
-    return vae.encode(x).latent_dist.parameters
-
-
-def close(actual: Tensor | None, expected: Tensor) -> None:
-    assert actual is not None
-    atol = 1e-12 if expected.dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
-    assert not actual.requires_grad
 
 
 @pytest.mark.parametrize("axis", AXES)

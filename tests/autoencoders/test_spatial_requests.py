@@ -11,17 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.autoencoders.test_spatial_parity import (
-    ADAPTERS,
-    AXES,
-    MAKERS,
-    close,
-    joined,
-    latent,
-    plain_decode,
-    shard_decode,
-    shard_moments,
-)
+from tests.autoencoders.shards import AXES, close, joined, plain_decode, shard_decode, shard_moments
+from tests.families import ADAPTERS, MAKERS, latent
 from vaepar.autoencoders.spatial import prepare_shards, shard_decode_chunks, shard_encode
 from vaepar.errors import StageFailedError, UsageError
 from vaepar.layers.attention import ShardFrameAttention

@@ -14,44 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import models
-from vaepar.autoencoders import (
-    DistributedAutoencoderKL,
-    DistributedAutoencoderKLFlux2,
-    DistributedAutoencoderKLQwenImage,
-    DistributedAutoencoderKLWan,
-)
+from tests.families import FAMILIES, latent, plain_and_distributed
 from vaepar.errors import UnsupportedModeError, UsageError
 from vaepar.parallel.loopback import LoopbackGroup, run_loopback
-
-FAMILIES: dict[str, tuple[Any, Any, int, int]] = {
-    # name: factory, adapter, latent channels, pixels per latent
-    "kl": (models.make_kl, DistributedAutoencoderKL, 4, 8),
-    "flux2": (models.make_flux2, DistributedAutoencoderKLFlux2, 32, 8),
-    "qwenimage": (models.make_qwenimage, DistributedAutoencoderKLQwenImage, 16, 8),
-    "wan21": (models.make_wan21, DistributedAutoencoderKLWan, 16, 8),
-    "wan22": (models.make_wan22, DistributedAutoencoderKLWan, 48, 16),
-}
-
-
-def latent(family: str, height: int, width: int, frames: int = 1, batch: int = 1, seed: int = 0) -> Tensor:
-    channels = FAMILIES[family][2]
-    shape = (batch, channels, height, width) if family in ("kl", "flux2") else (batch, channels, frames, height, width)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def plain_and_distributed(family: str, tile: int, stride: int) -> tuple[Any, Any]:
-    """The plain diffusers model with tiles set by its own attributes, and the adapter with the same weights."""
-    factory, adapter, _, ratio = FAMILIES[family]
-    plain, distributed = factory(), factory(cls=adapter)
-    distributed.configure_tiles(tile * ratio, stride * ratio)
-    if family in ("kl", "flux2"):
-        plain.use_tiling = True
-        plain.tile_latent_min_size, plain.tile_sample_min_size = tile, tile * ratio
-        plain.tile_overlap_factor = 1 - stride / tile
-    else:
-        plain.enable_tiling(tile * ratio, tile * ratio, stride * ratio, stride * ratio)
-    return plain, distributed
 
 
 def decode_on(model: Any, z: Tensor, ranks: int, size: int | None = None) -> list[Tensor]:

@@ -9,19 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.autoencoders.test_tile_decode import FAMILIES, plain_and_distributed
+from tests.families import FAMILIES, pixels, plain_and_distributed
 from vaepar.autoencoders.feed import ReaderFeed, TensorFeed
 from vaepar.errors import InputError
 from vaepar.parallel.loopback import LoopbackGroup, run_loopback
-
-
-def pixels(family: str, height: int, width: int, frames: int = 1, batch: int = 1) -> Tensor:
-    """Pixels in [-1, 1], sizes in latents."""
-    ratio = FAMILIES[family][3]
-    shape: tuple[int, ...] = (batch, 3, height * ratio, width * ratio)
-    if family not in ("kl", "flux2"):
-        shape = (batch, 3, frames, *shape[2:])
-    return torch.rand(shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
 
 def moments_on(model: Any, x: Tensor, ranks: int, mode: str = "tile") -> list[Tensor]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
-import imageio_ffmpeg
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.cli.conftest import Decode, run_command, save_latent, wan_latent
+from tests.media.helpers import read_video
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -25,24 +24,6 @@ Pixels = npt.NDArray[np.uint8]
 def bytes_of(pixels: Tensor) -> Pixels:
     """[C, t, H, W] in [-1, 1] as diffusers' post-processing would round it: [t, H, W, C]."""
     return ((pixels * 0.5 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 3, 0).numpy()
-
-
-def video_frames(path: Path, height: int, width: int) -> Pixels:
-    """All frames of a video as a player shows them, [t, H, W, 3]."""
-    command = [
-        imageio_ffmpeg.get_ffmpeg_exe(),
-        "-v",
-        "error",
-        "-i",
-        str(path),
-        "-f",
-        "rawvideo",
-        "-pix_fmt",
-        "rgb24",
-        "-",
-    ]
-    raw = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
-    return np.frombuffer(raw, np.uint8).reshape(-1, height, width, 3)
 
 
 def denormalised(vae: AutoencoderKLWan, latents: Tensor) -> Tensor:
@@ -75,7 +56,7 @@ def test_mp4_has_the_frames_the_size_and_the_rate(tmp_path: Path, decode: Decode
     file = save_latent(tmp_path / "clip.safetensors", wan_latent(frames=3, height=5, width=7))
     outcome = decode([file], "wan", "--state", "norm")
     assert outcome.code == 0, outcome.err
-    assert len(video_frames(tmp_path / "out" / "clip.mp4", 40, 56)) == 9
+    assert read_video(tmp_path / "out" / "clip.mp4").shape == (9, 40, 56, 3)
     row = outcome.row("clip.safetensors")
     assert (row["frames"], row["height"], row["width"], row["fps"]) == (9, 40, 56, 16.0)
     assert row["peak_bytes"][0] > 1e6

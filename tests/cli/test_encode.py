@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.cli.conftest import Decode, Outcome, run_command
-from tests.cli.test_decode import video_frames
+from tests.media.helpers import read_video
 from vaepar.cli.main import run
 from vaepar.demo import demo_vae_folder
 
@@ -138,7 +138,7 @@ def test_a_clip_goes_there_and_back(tmp_path: Path, encode: Encode) -> None:
     assert load_file(tmp_path / "enc" / "clip.safetensors")["latents"].shape == (1, 16, 3, 8, 12)
     back = ["decode", str(tmp_path / "enc" / "clip.safetensors"), "--model", "demo", "--out", str(tmp_path / "dec")]
     assert run(back) == 0
-    assert len(video_frames(tmp_path / "dec" / "clip.mp4", 64, 96)) == 9
+    assert read_video(tmp_path / "dec" / "clip.mp4").shape == (9, 64, 96, 3)
     probe = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", str(tmp_path / "dec" / "clip.mp4")]
     said = subprocess.run(probe, capture_output=True, text=True, check=False, timeout=60).stderr
     assert "23.98 fps" in said
@@ -168,7 +168,7 @@ def test_padded_sizes_and_frames_come_back_as_they_were(tmp_path: Path, encode: 
     model = str(demo_vae_folder())
     assert run(["decode", *files, "--model", model, "--out", str(tmp_path / "dec")]) == 0
     assert size_of(tmp_path / "dec" / "odd.png") == (101, 77)
-    assert len(video_frames(tmp_path / "dec" / "clip.mp4", 64, 96)) == 7
+    assert read_video(tmp_path / "dec" / "clip.mp4").shape == (7, 64, 96, 3)
 
 
 def test_stills_stay_stills_with_a_video_vae(tmp_path: Path, encode: Encode) -> None:

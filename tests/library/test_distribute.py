@@ -17,8 +17,7 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderTiny, DiffusionPipeline
 from torch import Tensor
 
-from tests.autoencoders.test_tile_decode import FAMILIES, latent, plain_and_distributed
-from tests.autoencoders.test_tile_encode import pixels
+from tests.families import FAMILIES, latent, pixels, plain_and_distributed
 from tests.library.pipelines import PIPELINES, pictures
 from vaepar.autoencoders import DistributedAutoencoderKL, adapter_for, distribute
 from vaepar.errors import ModelError, RankMismatchError, UsageError

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.autoencoders.test_tile_decode import latent, plain_and_distributed
-from tests.autoencoders.test_tile_encode import pixels
+from tests.families import latent, pixels, plain_and_distributed
 from tests.processes import run_processes
 from vaepar.autoencoders import distribute
 from vaepar.errors import RankMismatchError, UsageError
