@@ -17,7 +17,7 @@ from vaepar.text import listed, shown
 _MAX_BYTES = 2**20
 _VARIABLES = "VAEPAR_"
 # Of the scripts beside this package, and of the rank that hands a list on to the others.
-_NOT_OPTIONS = frozenset({"VAEPAR_PIP_ARGS", "VAEPAR_STDIN_LIST"})
+_NOT_OPTIONS = frozenset({"VAEPAR_PIP_ARGS", "VAEPAR_PYTHON", "VAEPAR_STDIN_LIST"})
 _NOT_IN_FILES = frozenset({"config", "print_config", "help", "ctx"})
 
 
@@ -49,15 +49,17 @@ def take_file(ctx: typer.Context, value: str | None) -> str | None:
 
 
 def unknown_variables(ctx: typer.Context, environment: Mapping[str, str]) -> list[str]:
-    """A line for each ``VAEPAR_*`` variable that no command has an option for, so that a slip of the pen is seen."""
+    """A line for each ``VAEPAR_*`` variable that is no option of a command that reads them: a slip of the pen."""
     commands = getattr(ctx.find_root().command, "commands", {ctx.info_name: ctx.command}).values()
-    options = {plain(param.name or "").upper() for command in commands for param in command.params}
+    reading = [command for command in commands if "auto_envvar_prefix" in command.context_settings]
+    params = [param for command in reading for param in command.params if param.param_type_name == "option"]
+    options = {plain(param.name or "").upper() for param in params}
     lines = []
     for name in sorted(environment):
         option = name.removeprefix(_VARIABLES)
         if option == name or option in options or name in _NOT_OPTIONS:
             continue
-        close = difflib.get_close_matches(option, options, 1)
+        close = difflib.get_close_matches(option.upper(), options, 1)
         guess = f"; did you mean {_VARIABLES}{close[0]}?" if close else ""
         lines.append(f"{shown(name)} is set and no option is called so{guess}")
     return lines

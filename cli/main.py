@@ -74,6 +74,10 @@ def _run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
+        stopped = _stop_within(error)
+        if stopped is not None:
+            complain(str(stopped))
+            return stopped.exit_code
         complain(f"internal error on rank {World.from_environment().rank}: {type(error).__name__}: {error}")
         traceback.print_exc()
         return 1
@@ -110,6 +114,13 @@ def _stoppable() -> Iterator[None]:
     finally:
         for wish, handler in before.items():
             signal.signal(wish, handler)
+
+
+def _stop_within(error: BaseException | None) -> InterruptedRunError | None:
+    """The wish to stop that a library has wrapped into an error of its own, as lazy imports do."""
+    while error is not None and not isinstance(error, InterruptedRunError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _is_first() -> bool:

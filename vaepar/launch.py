@@ -281,9 +281,18 @@ def _run_ranks(arguments: Sequence[str], ranks: int) -> tuple[int, int]:
     try:
         elastic_launch(config, sys.executable)("-m", "vaepar", *arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return rank, int(failure.exitcode)
+        return _cause({rank: (int(each.exitcode), each.timestamp) for rank, each in error.failures.items()})
     return 0, 0
+
+
+def _cause(failures: Mapping[int, tuple[int, int]]) -> tuple[int, int]:
+    """Which of the failed ranks, each with its exit code and time, made the others fail, and its exit code.
+
+    A rank that was killed and those that lost it often end within one look of torch's agent, whose own choice among
+    them is by number. The killed one has a negative code.
+    """
+    rank, (code, _) = min(failures.items(), key=lambda item: (item[1][0] >= 0, item[1][1], item[0]))
+    return rank, code
 
 
 class _Forwarding:

@@ -356,3 +356,26 @@ def test_requests_that_cannot_be(options: dict[str, Any], words: str) -> None:
 def test_pixels_that_cannot_be(family: str, shape: tuple[int, ...], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         shard_encode(ADAPTERS[family](), torch.zeros(shape), SoloGroup(), "height")
+
+
+@pytest.mark.parametrize("family", ["kl", "wan21", "wan22"])
+def test_autocast(family: str) -> None:
+    """As plain decode under autocast: some layers in bfloat16, so compared by the noise of its 8 bits."""
+    plain, vae, z = MAKERS[family](real_topology=True), ADAPTERS[family](real_topology=True), latent(family, 4, 5)
+    if family == "kl":
+        z = torch.cat([z] * 4, 1)
+    exact = plain_decode(plain, z)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = plain_decode(plain, z)
+        (chunk,) = shard_decode_chunks(vae, z, SoloGroup(), "width")
+    assert chunk is not None
+    assert (chunk - exact).abs().mean() <= 2 * (wanted - exact).abs().mean()
+
+
+def test_a_request_may_leave_inference_mode() -> None:
+    vae, z = ADAPTERS["wan21"](), latent("wan21", 4, 4, frames=4)
+    chunks = shard_decode_chunks(vae, z, SoloGroup(), "width", frames_per_step=1)
+    with torch.inference_mode():
+        made = [next(chunks)]
+    made.extend(chunks)
+    close(joined(made), plain_decode(MAKERS["wan21"](), z))

@@ -17,6 +17,7 @@ import pytest
 
 from tests.farm.conftest import make_latents
 from tests.farm.ranks import contents, temporary, wait_for
+from vaepar.launch import _cause
 
 pytestmark = pytest.mark.processes
 
@@ -27,6 +28,20 @@ FILES = 8
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files that take long enough for something to happen meanwhile."""
     return make_latents(tmp_path_factory.mktemp("launch") / "in", FILES, frames=5, height=10, width=10)
+
+
+@pytest.mark.parametrize(
+    ("failures", "cause"),
+    [
+        ({0: (1, 70), 1: (-9, 70)}, (1, -9)),  # both seen in one look: the second rank had lost the first
+        ({0: (1, 70), 1: (-9, 71)}, (1, -9)),
+        ({0: (-9, 70), 1: (1, 70)}, (0, -9)),
+        ({2: (3, 71), 1: (5, 70)}, (1, 5)),
+        ({3: (75, 70)}, (3, 75)),
+    ],
+)
+def test_a_killed_rank_is_the_cause(failures: dict[int, tuple[int, int]], cause: tuple[int, int]) -> None:
+    assert _cause(failures) == cause
 
 
 @contextmanager

@@ -16,19 +16,23 @@ from PIL import Image
 
 from tests import models
 from tests.cli.conftest import save_latent
+from tests.families import ADAPTERS, latent
 from tests.farm.ranks import contents, decode_on, start_decode
+from tests.memory import PeakBytes
 from vaepar.autoencoders.feed import TensorFeed
 from vaepar.autoencoders.selection import Selection, axis_of
+from vaepar.autoencoders.spatial import shard_decode_chunks
 from vaepar.config import VaeParallelMode
 from vaepar.jobs.estimate import estimate_peak_bytes, select_for
 from vaepar.jobs.farming import Farming
-from vaepar.jobs.ghost import META, LiveBytes
+from vaepar.jobs.ghost import META, FusedAttention, LiveBytes
 from vaepar.jobs.memory import peak_bytes, reset_peak
 from vaepar.jobs.report import RunReport, Silent
 from vaepar.jobs.request import DecodeRequest
 from vaepar.jobs.retreat import Effort
 from vaepar.latents import LatentRequest, LatentState, VaeFacts
 from vaepar.launch import World, joined
+from vaepar.parallel.group import SoloGroup
 
 TILE, AUTO, HEIGHT = VaeParallelMode.TILE, VaeParallelMode.AUTO, VaeParallelMode.SPATIAL_SHARD_HEIGHT
 
@@ -285,3 +289,36 @@ def test_a_limit_of_the_operating_system(tmp_path: Path) -> None:
             break
     assert report.counts == {"ok": 2}, [(row.error, row.notes) for row in report.rows]
     assert any("out of memory in tile: tried again with tiles of" in note for note in report.rows[0].notes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "unfolded"),
+    [((1, 8, 16, 16), 1), ((1, 8, 64, 64), 0), ((1, 8, 3, 16, 16), 1), ((1, 8, 3, 1024, 4), 0)],
+)
+def test_what_one_thread_unfolds(shape: tuple[int, ...], unfolded: int) -> None:
+    """Input values once for each tap of the kernel, where the input is too small for oneDNN."""
+    x = torch.empty(shape, device=META)
+    conv = (torch.nn.Conv2d if len(shape) == 4 else torch.nn.Conv3d)(8, 8, 3, padding=1, device=META)
+    live = LiveBytes([x, *conv.parameters()], unfolds=True)
+    with torch.no_grad(), live:
+        conv(x)
+    taps = 3 ** (len(shape) - 2)
+    assert live.peak == (1 + unfolded * taps) * x.nbytes
+
+
+@pytest.mark.parametrize("family", ["kl", "wan21", "qwenimage"])
+def test_what_is_counted_is_what_a_shard_makes(family: str) -> None:
+    """The walk without memory and a real decode, tensor by tensor: the same operations, so the same peak."""
+    z = latent(family, 16, 12, frames=5)
+    if family == "kl":
+        z = torch.cat([z] * 4, 1)
+    peaks = []
+    for device in (META, torch.device("cpu")):
+        vae, here = ADAPTERS[family](real_topology=True).to(device), z.to(device)
+        counted: Any = LiveBytes([*vae.parameters(), *vae.buffers(), here]) if device == META else PeakBytes()
+        chunks = shard_decode_chunks(vae, here, SoloGroup(device), "height")
+        with FusedAttention(), counted:
+            for chunk in chunks:
+                del chunk
+        peaks.append(counted.peak)
+    assert abs(peaks[0] / peaks[1] - 1) < 0.02

@@ -21,6 +21,7 @@ from vaepar.autoencoders import (
 )
 from vaepar.autoencoders.spatial import prepare_shards, shard_decode_chunks
 from vaepar.errors import UnsupportedModeError
+from vaepar.layers.blocks import ShardCausalResidualBlock, ShardResnetBlock2D
 from vaepar.layers.install import WanDistCausalConv3d, WanDistConv2d, WanDistZeroPad2d, install_shards
 from vaepar.parallel.group import SoloGroup
 
@@ -62,6 +63,15 @@ def test_names_parameters_and_direct_results_stay(family: str) -> None:
         halved = copy.deepcopy(vae).to(torch.bfloat16)
         plain = make().to(torch.bfloat16)
         assert torch.equal(halved.decode(z.bfloat16()).sample, plain.decode(z.bfloat16()).sample)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_in_diffusers_loops_sum_in_place(family: str) -> None:
+    vae = FAMILIES[family][1]()
+    prepare_shards(vae)
+    blocks = [m for m in vae.modules() if isinstance(m, ShardResnetBlock2D | ShardCausalResidualBlock)]
+    assert blocks
+    assert all(block.sums_in_place for block in blocks)
 
 
 def test_wan_layers_are_the_named_ones() -> None:

@@ -82,11 +82,18 @@ def test_rms_norm(dtype: torch.dtype, atol: float, bias: bool, images: bool) -> 
     torch.testing.assert_close(joined, plain, atol=atol, rtol=0)
 
 
-def test_silu_is_in_place_only_while_a_shard_is_active() -> None:
-    x = random_map(4)
+def test_silu_is_in_place_once_on_what_it_was_given() -> None:
+    x, other = random_map(4), random_map(4)
     kept = x.clone()
+    context = ShardContext(SoloGroup(), "height", [split_rows(4, 1)])
+    context.give_own(x)
     assert torch.equal(ShardSiLU()(x), nn.SiLU()(kept))
     assert torch.equal(x, kept)
-    with shard_active(ShardContext(SoloGroup(), "height", [split_rows(4, 1)])):
+    with shard_active(context):
         out: Tensor = ShardSiLU()(x)
-    assert out is x
+        assert out is x
+        assert torch.equal(x, nn.SiLU()(kept))
+        assert ShardSiLU()(x) is not x
+        context.give_own(x)
+        assert ShardSiLU()(other) is not other
+        assert ShardSiLU()(x) is not x

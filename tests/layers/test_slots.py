@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from tests.layers.shard import random_map, run_sharded, seeded
 from tests.memory import PeakBytes
-from vaepar.layers.context import ShardContext, shard_active
+from vaepar.layers.context import ShardContext, Slot, shard_active
 from vaepar.layers.inputs import channels_last
 from vaepar.layers.install import install_shards
-from vaepar.parallel.group import SoloGroup
+from vaepar.parallel.group import RankGroup, SoloGroup
+from vaepar.parallel.loopback import run_loopback
 from vaepar.parallel.shards import split_rows
 
 _CHANNELS = 16
@@ -28,10 +29,16 @@ class Wrapped(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
-        self._padding = getattr(layer, "_padding", None)
 
     def forward(self, *args: Any) -> Any:
         return self.layer(*args)
+
+
+class Same(nn.Module):
+    """In a norm's place, and what it gives is its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 class Doubled(nn.Module):
@@ -81,6 +88,14 @@ def norms_are_foreign(block: Any) -> None:
     block.norm1 = block.norm2 = Doubled()
 
 
+def there_is_no_first_norm(block: Any) -> None:
+    block.norm1 = Same()
+
+
+def there_are_no_norms(block: Any) -> None:
+    block.norm1, block.norm2 = nn.Identity(), nn.Identity()
+
+
 def activations_give_views(block: Any) -> None:
     block.nonlinearity.register_forward_hook(lambda module, args, out: out.view_as(out))
 
@@ -98,6 +113,8 @@ CHANGES = [
     norms_are_wrapped,
     convolutions_are_wrapped,
     norms_are_foreign,
+    there_is_no_first_norm,
+    there_are_no_norms,
     activations_give_views,
     activations_give_new_maps,
     activation_is_another,
@@ -134,6 +151,7 @@ def test_a_block_makes_two_maps_beside_its_input(video: bool, maps: float) -> No
     """What the convolution reads and what it writes; of a film also two frames more to read and two caches of two."""
     block = seeded(video_block if video else image_block, torch.float32)
     install_shards(block)
+    block.sums_in_place = True  # as in a loop of diffusers'
     shape = (1, _CHANNELS, 8, 32, 32) if video else (1, _CHANNELS, 64, 64)
     x = channels_last(random_map(*shape, dtype=torch.float32))
     cache: list[Any] = [torch.zeros_like(x[:, :, :2]) for _ in range(2)] if video else []
@@ -141,3 +159,38 @@ def test_a_block_makes_two_maps_beside_its_input(video: bool, maps: float) -> No
         out = block(x, cache, [0]) if video else block(x, None)
     assert counted.peak <= maps * x.numel() * x.element_size()
     assert out.data_ptr() == x.data_ptr()  # the caller's map, which it holds on to anyway
+
+
+def test_what_is_open_is_closed() -> None:
+    context = ShardContext(SoloGroup(), "height", [split_rows(4, 1)])
+    memory = torch.zeros(1, 2, 4, 4)
+    context.open_slot(Slot(memory, memory))
+    assert context.place_for(memory.shape, memory) is memory
+    assert context.place_for((1, 2, 4, 5), memory) is None
+    assert context.place_for(memory.shape, memory.double()) is None
+    assert context.take_slot(memory.clone()) is None
+    assert context.take_slot(memory) is None
+    context.open_slot(Slot(memory, memory))
+    context.open_result(memory)
+    context.clear()
+    assert context.place_for(memory.shape, memory) is None
+    assert context.take_result(memory.shape, memory) is None
+
+
+@pytest.mark.parametrize(
+    ("conv", "slotted"),
+    [
+        (nn.Conv2d(2, 2, 3, padding=1), True),
+        (nn.Conv2d(2, 2, 1), True),
+        (nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), False),  # its rows are gathered anew
+        (nn.Conv2d(2, 2, 1, stride=4), False),  # it skips rows that a peer's halo may need
+    ],
+)
+def test_which_convolutions_have_a_slot(conv: nn.Conv2d, slotted: bool) -> None:
+    install_shards(conv)
+
+    def work(group: RankGroup) -> bool:
+        context = ShardContext(group, "height", [split_rows(16, 2)])
+        return conv.slot(context, torch.zeros(1, 2, 8, 8)) is not None  # type: ignore[operator]
+
+    assert run_loopback(2, work) == [slotted] * 2

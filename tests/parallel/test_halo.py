@@ -67,7 +67,7 @@ def test_buffers_are_used_again_and_given_back() -> None:
     assert not pool.buffers
 
 
-def test_the_working_buffer_grows_and_is_one() -> None:
+def test_the_scratch_buffer_grows_and_is_one() -> None:
     pool, like = BufferPool(), torch.zeros(1)
     small = pool.scratch((2, 3), like)
     large = pool.scratch((4, 5), like)

@@ -146,7 +146,7 @@ class CausalTileMixin(DistributedVaeMixin):
         batch, _, frames, height, width = shape
         channels, ratio = 2 * int(self.config.z_dim), self.shard_ratio
         return [
-            ShardStep(start, stop, (batch, channels, _latent_frames(stop - start), height // ratio, width // ratio))
+            ShardStep(start, stop, (batch, channels, self._moment_frames(start, stop), height // ratio, width // ratio))
             for start, stop in self._encode_bounds(frames, frames_per_step)
         ]
 
@@ -181,7 +181,7 @@ class CausalTileMixin(DistributedVaeMixin):
         return tile_tasks(
             plan,
             lambda rows, columns: TilePieces(feed, bounds, rows, columns),
-            lambda *size: [(batch, channels, 1, *size)] * len(bounds),
+            lambda *size: [(batch, channels, self._moment_frames(start, stop), *size) for start, stop in bounds],
             dims=(3, 4),
             frames=bounds[-1][1],
             steps=len(bounds),
@@ -196,6 +196,10 @@ class CausalTileMixin(DistributedVaeMixin):
             raise UsageError("a film of zero frames cannot be encoded")
         steps = _latent_steps(_latent_frames(frames), frames_per_step)
         return [(0, 1) if start == 0 else (_CHUNK * (start - 1) + 1, _CHUNK * (stop - 1) + 1) for start, stop in steps]
+
+    def _moment_frames(self, start: int, stop: int) -> int:
+        """Latent frames that the encoder makes of pixel frames ``start`` to ``stop - 1``: 4 at a time, 1 at first."""
+        return 1 if start == 0 else (stop - start) // _CHUNK * max(1, _CHUNK // self.temporal_ratio)
 
     def _pixel_frames(self, start: int, stop: int) -> int:
         """Pixel frames that the decoder makes of latent frames ``start`` to ``stop - 1``, a step of its own."""

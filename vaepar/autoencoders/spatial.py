@@ -9,11 +9,13 @@ What differs between families is the adapter's answer, see :class:`ShardFamily`;
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vaepar.autoencoders.family import ShardFamily, ShardStep
 from vaepar.autoencoders.feed import FrameFeed
@@ -96,7 +98,7 @@ def shard_encode(
     _check_pixels(vae, shape)
     layouts = encode_layouts(shape[_DIMS[axis]] // vae.patch_size, group.size, vae.doublings)
     steps = vae.shard_encode_steps(shape, frames_per_step)
-    request = _Request(group, axis, layouts, owner)
+    request = _Request(vae, group, axis, layouts, owner)
     try:
         group.check_alarm()
         rows = None
@@ -112,11 +114,13 @@ def shard_encode(
 class _Request:
     """One decode or encode on one rank: its context, and the way of finished rows to their owner."""
 
-    def __init__(self, group: RankGroup, axis: Axis, layouts: tuple[Layout, ...], owner: int | None) -> None:
+    def __init__(
+        self, vae: ShardFamily, group: RankGroup, axis: Axis, layouts: tuple[Layout, ...], owner: int | None
+    ) -> None:
         self.group = group
         self.dim = _DIMS[axis]
         active = group.rank < layouts[0].ranks
-        self.context = ShardContext(group, axis, layouts) if active else None
+        self.context = ShardContext(group, axis, layouts, overwrites=not _has_hooks(vae)) if active else None
         self._receivers = range(group.size) if owner is None else (owner,)
         self._pending: list[tuple[Pending, Tensor]] = []
 
@@ -132,7 +136,7 @@ class _Request:
         self.settle()
         group = self.group
         if rows is not None:
-            rows = rows.contiguous()
+            rows = rows.to(like.dtype).contiguous()  # under autocast they are of another, and peers expect this one
             for rank in self._receivers:
                 if rank != group.rank:
                     self._pending.append((group.isend(rows, rank), rows))
@@ -175,7 +179,7 @@ def _decode(
 ) -> Generator[Tensor | None]:
     layouts = decode_layouts(z.shape[_DIMS[axis]], group.size, vae.doublings)
     steps = vae.shard_decode_steps(z.shape, frames_per_step)
-    request = _Request(group, axis, layouts, owner)
+    request = _Request(vae, group, axis, layouts, owner)
     walk = vae.decode_pieces(_frames(request.own_rows(z, layouts[0]), step) for step in steps)
     try:
         for step in steps:
@@ -186,6 +190,8 @@ def _decode(
                     rows = vae.finish_untiled(next(walk))
             chunk = request.deliver(rows, layouts[0].scaled(vae.shard_ratio), step.shape, z)
             del rows
+            if step is steps[-1] and request.context is not None:
+                request.context.clear()  # the last chunk may stay with its consumer for long
             yield chunk
             del chunk
         request.settle()
@@ -225,9 +231,44 @@ def _frames(x: Tensor | FrameFeed, step: ShardStep) -> Tensor:
 @contextmanager
 def _running(vae: ShardFamily, context: ShardContext) -> Iterator[None]:
     """Let the layers see the shard. Compiled parts hold the direct path only, so they run uncompiled meanwhile."""
-    compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in vae.modules())
-    with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), shard_active(context):
+    with _uncompiled() if any(_is_compiled(part) for part in vae.modules()) else nullcontext(), shard_active(context):
         yield
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    """True for a wrapped, a compiled in place and a module whose own ``forward`` was replaced, by a compiler or so."""
+    return hasattr(part, "_orig_mod") or part._compiled_call_impl is not None or "forward" in vars(part)
+
+
+class _Stance:
+    """torch keeps one stance for the whole process: the first request sets it, the last one sets it back."""
+
+    lock = threading.Lock()
+    users = 0
+    before: Any = None
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    with _Stance.lock:
+        if _Stance.users == 0:
+            _Stance.before = torch.compiler.set_stance("force_eager")
+            _Stance.before.__enter__()
+        _Stance.users += 1
+    try:
+        yield
+    finally:
+        with _Stance.lock:
+            _Stance.users -= 1
+            if _Stance.users == 0:
+                _Stance.before.__exit__(None, None, None)
+
+
+def _has_hooks(vae: ShardFamily) -> bool:
+    """True when a hook may keep or read again what a layer was given or has made."""
+    shared = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+    own = (hooks for part in vae.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks))
+    return any(shared) or any(own)
 
 
 def _joined_shape(steps: list[ShardStep]) -> tuple[int, ...]:

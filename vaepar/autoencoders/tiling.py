@@ -92,10 +92,13 @@ def tile_tasks(
     Args:
         plan: the tiles.
         part: gives what a tile of these rows and columns is computed from.
-        shapes: gives the shapes of a tile's results, one for each step, from their height and width.
-        dims: the dimensions of height and width.
-        frames: of each tile, for the balance of load.
-        steps: pieces in time.
+        shapes: gives the shapes of a tile's ``steps`` results from their height and width.
+        dims: the dimensions of the input that are height and width.
+        frames: frames of the input, which load is balanced by.
+        steps: pieces in time that each tile is made in.
+
+    Returns:
+        The tasks in raster order, and the grid.
     """
     tasks = [
         TileTask(

@@ -39,6 +39,7 @@ from vaepar.latents import (
 from vaepar.latents.contract import FAMILY_LAYOUTS
 from vaepar.media import FrameSource, MediaItem, PictureRules, find_media, open_source, parse_frames, peek
 from vaepar.parallel.agreement import agree_on
+from vaepar.parallel.executor import joined
 from vaepar.parallel.group import RankGroup
 from vaepar.text import shown
 
@@ -217,7 +218,7 @@ class _EncodeRun(BatchRun):
                     self.observer.advanced(1 if len(moments) == 1 else self.source.facts.temporal_ratio)
         if not self.is_owner:
             return torch.empty(0)
-        posterior = DiagonalGaussianDistribution(torch.cat(moments, dim=2) if len(moments) > 1 else moments[0])
+        posterior = DiagonalGaussianDistribution(joined(moments))
         mode = self.encoding.posterior == "mode"
         latent: Tensor = posterior.mode() if mode else posterior.sample(generator=self._generator(task.path))
         return latent

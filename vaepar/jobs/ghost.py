@@ -93,7 +93,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
             result = kwargs["out"], kwargs["save_mean"], kwargs["save_invstd"]
         else:
             result = func(*args, **(kwargs or {}))
-        if self._unfolds and func is torch.ops.aten.convolution.default:
+        convolves = func is torch.ops.aten.convolution.default
+        if convolves and args[0].ndim == 4 and args[0].is_contiguous(memory_format=torch.channels_last):
+            result = result.contiguous(memory_format=torch.channels_last)  # as devices keep it; meta does not
+        if self._unfolds and convolves:
             self.peak = max(self.peak, self.now + _unfolded(args, result))
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, Tensor):

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from vaepar.errors import UnsupportedModeError
 from vaepar.layers.context import ShardContext, active_shard
 from vaepar.layers.inputs import channels_last, fold_frames, unfold_frames
-from vaepar.layers.norm import group_norm
 from vaepar.parallel.halo import gather_parts
 
 
@@ -23,7 +22,7 @@ class ShardSpatialAttention(Attention):
             direct: Tensor = super().forward(hidden_states, *args, **kwargs)
             return direct
         residual = channels_last(hidden_states)
-        normed = residual if self.group_norm is None else group_norm(context, self.group_norm, residual)
+        normed = residual if self.group_norm is None else self.group_norm(residual)
         tokens = normed.permute(0, 2, 3, 1).flatten(1, 2)
         keys_values = torch.cat((self.to_k(tokens), self.to_v(tokens)), -1)
         mixed = attend(context, self.to_q(tokens), keys_values, hidden_states, self.heads)

@@ -1,7 +1,8 @@
 """Residual blocks that make few fresh maps: at full resolution those cost more than the sums and norms in them.
 
 The norm before a convolution writes where the convolution will read. The sum goes into the block's input where that
-has as many channels: diffusers' loop over blocks holds on to it, so it is memory that nobody else can have.
+has as many channels: diffusers' loops hold on to it and never read it again (Wan 2.2 clones what its shortcuts need).
+That holds for a block that stands in such a loop itself, in a model without hooks; the request knows.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import CACHE_T
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from vaepar.layers.context import ShardContext, active_shard
-from vaepar.layers.conv import ShardCausalConv3d, ShardConv2d, result_slot
+from vaepar.layers.conv import ShardCausalConv3d, ShardConv2d
 from vaepar.layers.inputs import channels_last
+from vaepar.layers.norm import ShardGroupNorm, ShardRMSNorm, ShardSiLU
 
 
 class ShardResnetBlock2D(ResnetBlock2D):
     """diffusers' residual block without time embedding, as the image VAEs use it."""
+
+    #: Set by the installation where the block stands in a loop of diffusers' that does not read its input again.
+    sums_in_place = False
 
     def forward(self, input_tensor: Tensor, temb: Tensor | None = None, *args: object, **kwargs: object) -> Tensor:
         context = active_shard()
@@ -26,14 +32,15 @@ class ShardResnetBlock2D(ResnetBlock2D):
             direct: Tensor = super().forward(input_tensor, temb, *args, **kwargs)
             return direct
         x = channels_last(input_tensor)
-        _open_slot(context, self.conv1, x)
-        out: Tensor = self.conv1(self.nonlinearity(self.norm1(x)))
-        _open_slot(context, self.conv2, out)
-        ready = self.dropout(self.nonlinearity(self.norm2(out)))
+        out: Tensor = self.conv1(_ready(context, self.norm1, self.nonlinearity, self.conv1, x))
+        ready = self.dropout(_ready(context, self.norm2, self.nonlinearity, self.conv2, out))
         del out  # its memory is free for the result
         out = self.conv2(ready)
-        out = x.add_(out) if self.conv_shortcut is None else out.add_(_shortcut(context, self.conv_shortcut, x))
-        return out if self.output_scale_factor == 1 else out.div_(self.output_scale_factor)
+        if self.conv_shortcut is None:
+            out = _sum(context, out, x, own=self.sums_in_place)
+        else:
+            out = _sum(context, out, _shortcut(context, self.conv_shortcut, x))
+        return out if self.output_scale_factor == 1 else out / self.output_scale_factor
 
 
 class ShardCausalResidualBlock(nn.Module):
@@ -46,6 +53,8 @@ class ShardCausalResidualBlock(nn.Module):
     conv_shortcut: nn.Module
     nonlinearity: nn.Module
     dropout: nn.Module
+    #: As in :class:`ShardResnetBlock2D`.
+    sums_in_place = False
 
     def forward(self, x: Tensor, feat_cache: list[Any] | None = None, feat_idx: list[int] | None = None) -> Tensor:
         context = active_shard()
@@ -53,43 +62,66 @@ class ShardCausalResidualBlock(nn.Module):
             place = () if feat_idx is None else (feat_idx,)
             direct: Tensor = super().forward(x, feat_cache, *place)  # of the block that this is mixed into
             return direct
-        _open_slot(context, self.conv1, x, feat_cache[feat_idx[0]])
-        out = cached_convolve(self.conv1, self.nonlinearity(self.norm1(x)), feat_cache, feat_idx)
-        _open_slot(context, self.conv2, out, feat_cache[feat_idx[0]])
-        ready = self.dropout(self.nonlinearity(self.norm2(out)))
+        ready = _ready(context, self.norm1, self.nonlinearity, self.conv1, x, feat_cache[feat_idx[0]])
+        out = cached_convolve(self.conv1, ready, feat_cache, feat_idx)
+        ready = _ready(context, self.norm2, self.nonlinearity, self.conv2, out, feat_cache[feat_idx[0]])
+        ready = self.dropout(ready)
         del out  # its memory is free for the result
         out = cached_convolve(self.conv2, ready, feat_cache, feat_idx)
         if isinstance(self.conv_shortcut, nn.Identity):
-            return x.add_(out)
-        return out.add_(_shortcut(context, self.conv_shortcut, x))
+            return _sum(context, out, x, own=self.sums_in_place)
+        return _sum(context, out, _shortcut(context, self.conv_shortcut, x))
 
 
-def _open_slot(context: ShardContext, conv: nn.Module, x: Tensor, cache: Tensor | None = None) -> None:
-    """Let the next norm, that of ``x``, write where ``conv`` will read; not where another layer stands in its place."""
+def _ready(
+    context: ShardContext,
+    norm: nn.Module,
+    activation: nn.Module,
+    conv: nn.Module,
+    x: Tensor,
+    cache: Tensor | None = None,
+) -> Tensor:
+    """``activation(norm(x))``, written where ``conv`` will read, if all three are the layers that this is made for.
+
+    Others stand in their place when a model was changed: they may read their input twice, or call further layers.
+    """
+    known = context.overwrites and isinstance(norm, ShardGroupNorm | ShardRMSNorm)
     slot = None
-    if isinstance(conv, ShardCausalConv3d):
+    if known and isinstance(conv, ShardCausalConv3d):
         slot = conv.slot(context, x, cache)
-    elif isinstance(conv, ShardConv2d):
+    elif known and isinstance(conv, ShardConv2d):
         slot = conv.slot(context, x)
     context.open_slot(slot)
+    out: Tensor = norm(x)
+    if known and isinstance(activation, ShardSiLU):
+        context.give_own(out)
+    ready: Tensor = activation(out)
+    return ready
 
 
 def _shortcut(context: ShardContext, layer: nn.Module, x: Tensor) -> Tensor:
-    """What is added to a block's result: ``layer`` of ``x``, good until the next slot is opened."""
-    if isinstance(layer, ShardConv2d | ShardCausalConv3d):
-        context.open_slot(result_slot(context, layer, x))
+    """What is added to a block's result: ``layer`` of ``x``, good until the next convolution."""
+    if context.overwrites and isinstance(layer, ShardConv2d | ShardCausalConv3d):
+        shape = (x.shape[0], *x.shape[2:], layer.out_channels)
+        context.open_result(context.pool.scratch(shape, x).movedim(-1, 1))
     added: Tensor = layer(x)
     return added
 
 
-def cached_convolve(conv: ShardCausalConv3d, x: Tensor, cache: list[Any], place: list[int]) -> Tensor:
+def _sum(context: ShardContext, out: Tensor, added: Tensor, *, own: bool = False) -> Tensor:
+    """The sum of a block's result and what is added to it; in the memory of the latter if that is its ``own``."""
+    if not context.overwrites:
+        return out + added
+    return added.add_(out) if own else out.add_(added)
+
+
+def cached_convolve(conv: nn.Module, x: Tensor, cache: list[Any], place: list[int]) -> Tensor:
     """Convolve ``x`` after the frames in its place of the temporal cache, and leave the last frames there."""
-    frames = conv._padding[4]
     before: Tensor | None = cache[place[0]]
     out: Tensor = conv(x, before)
-    tail = x[:, :, -frames:]
-    if tail.shape[2] < frames and before is not None:
-        tail = torch.cat([before[:, :, tail.shape[2] - frames :], tail], 2)
+    tail = x[:, :, -CACHE_T:]
+    if tail.shape[2] < CACHE_T and before is not None:
+        tail = torch.cat([before[:, :, tail.shape[2] - CACHE_T :], tail], 2)
     cache[place[0]] = tail.clone()
     place[0] += 1
     return out

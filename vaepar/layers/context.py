@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,13 +20,12 @@ from vaepar.parallel.shards import Axis, Layout, Window
 
 @dataclass(frozen=True)
 class Slot:
-    """Memory for a result that is used at once and then done with, in the working buffer of the request.
-
-    Before a convolution the norm's result goes where the convolution will read it.
+    """Where the next convolution will read, in the scratch buffer of the request, so that a norm can write there.
 
     Args:
-        whole: all that the convolution reads: halo rows, padding and earlier frames among it.
-        own: the part of ``whole`` for the result, this rank's own rows of a map.
+        whole: all that the convolution reads, [b, c, h, w] or [b, c, t, h, w]: halo rows, padding and earlier frames
+            among it.
+        own: the part of ``whole`` for the norm's result, this rank's own rows.
     """
 
     whole: Tensor
@@ -45,13 +45,15 @@ class ShardContext:
         group: the ranks; the first ``layouts[0].ranks`` of them own rows, this one among them.
         axis: the sharded axis.
         layouts: the layouts of all feature maps of the model, any order.
+        overwrites: whether layers may write over maps that diffusers' own code does not read again. Hooks may.
     """
 
-    def __init__(self, group: RankGroup, axis: Axis, layouts: Sequence[Layout]) -> None:
+    def __init__(self, group: RankGroup, axis: Axis, layouts: Sequence[Layout], *, overwrites: bool = True) -> None:
         if axis not in ("height", "width"):
             raise UsageError(f"shard axis is '{axis}'; the axes are height and width")
         self.group = group
         self.axis = axis
+        self.overwrites = overwrites
         self.dim = -2 if axis == "height" else -1
         self.other_dim = -1 if axis == "height" else -2
         self.pool = BufferPool()
@@ -61,6 +63,8 @@ class ShardContext:
         self._targets: dict[tuple[Layout, Window], Layout] = {}
         self._deferred: tuple[int, int, int, int] | None = None
         self._slot: Slot | None = None
+        self._result: Tensor | None = None
+        self._own: weakref.ref[Tensor] | None = None
         for layout in layouts:
             self._register(layout)
 
@@ -106,14 +110,30 @@ class ShardContext:
         return deferred
 
     def open_slot(self, slot: Slot | None) -> None:
-        """Let the next norm or pointwise convolution write into ``slot``; None closes the one that is open."""
+        """Let the next norm write into ``slot``; None closes the one that is open."""
         self._slot = slot
 
+    def open_result(self, memory: Tensor) -> None:
+        """Let the next pointwise convolution write its result, which is used at once, into ``memory``."""
+        self._result = memory
+
+    def take_result(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
+        """The memory that is open for a result, if it fits; it is closed either way."""
+        memory, self._result = self._result, None
+        return memory if memory is not None and _fits(memory, shape, like) else None
+
+    def give_own(self, x: Tensor) -> None:
+        """Let the next activation write over ``x``, which nobody else will read."""
+        self._own = weakref.ref(x)
+
+    def take_own(self, x: Tensor) -> bool:
+        """True once for what was given."""
+        own, self._own = self._own, None
+        return own is not None and own() is x
+
     def place_for(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
-        """Where a layer is to put a result of that shape; None for anywhere."""
-        own = None if self._slot is None else self._slot.own
-        fits = own is not None and (own.shape, own.dtype, own.device) == (tuple(shape), like.dtype, like.device)
-        return own if fits else None
+        """Where a norm is to put a result of that shape; None for anywhere."""
+        return self._slot.own if self._slot is not None and _fits(self._slot.own, shape, like) else None
 
     def take_slot(self, x: Tensor) -> Slot | None:
         """The open slot if ``x`` is what was written there; it is closed either way."""
@@ -122,7 +142,7 @@ class ShardContext:
 
     def clear(self) -> None:
         """Give back buffers and kept rows."""
-        self._slot = None
+        self._slot = self._result = None
         self.pool.clear()
         self.store.clear()
         self._deferred = None
@@ -131,6 +151,10 @@ class ShardContext:
         local = layout.length(self.group.rank)
         if self._layouts.setdefault(local, layout) != layout:
             self._layouts[local] = None
+
+
+def _fits(memory: Tensor, shape: Sequence[int], like: Tensor) -> bool:
+    return (memory.shape, memory.dtype, memory.device) == (tuple(shape), like.dtype, like.device)
 
 
 def active_shard() -> ShardContext | None:

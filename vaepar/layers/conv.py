@@ -132,27 +132,18 @@ def convolve_maps(
 
 
 def _mix_channels(context: ShardContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A 1x1 convolution, as a product of matrices; into the slot that is open for its result."""
-    place = context.place_for((x.shape[0], weight.shape[0], *x.shape[2:]), x)
-    if context.take_slot(x) is not None:
-        place = None  # it was opened for the input
+    """A 1x1 convolution, as a product of matrices; into the memory that is open for its result."""
+    context.open_slot(None)
+    memory = context.take_result((x.shape[0], weight.shape[0], *x.shape[2:]), x)
     inner = channels_last(x).movedim(1, -1)
-    if place is None:
+    if memory is None or weight.dtype != x.dtype:  # under autocast, which products with ``out`` do not know
         return F.linear(inner, weight.flatten(1), bias).movedim(-1, 1)
-    rows = place.movedim(1, -1).flatten(0, -2)
+    rows = memory.movedim(1, -1).flatten(0, -2)
     if bias is None:
         torch.mm(inner.flatten(0, -2), weight.flatten(1).t(), out=rows)
     else:
         torch.addmm(bias, inner.flatten(0, -2), weight.flatten(1).t(), out=rows)
-    return place
-
-
-def result_slot(context: ShardContext, conv: ShardConv2d | ShardCausalConv3d, x: Tensor) -> Slot | None:
-    """Where a 1x1 convolution of ``x`` is to put a result that is used at once."""
-    if any(size > 1 for size in conv.kernel_size):
-        return None
-    whole = context.pool.scratch((x.shape[0], *x.shape[2:], conv.out_channels), x).movedim(-1, 1)
-    return Slot(whole, whole)
+    return memory
 
 
 def _maps_slot(context: ShardContext, x: Tensor, stencil: Stencil) -> Slot | None:

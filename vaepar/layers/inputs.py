@@ -105,7 +105,7 @@ def shard_input(
     if plan is not None and (plan.receives or plan.sends):
         halos = _fetch(context, plan, x, keep, cached)
     frames = zeros + (0 if cached is None else cached.shape[2])
-    if frames or _adds_rows(plan):
+    if frames or _changes_rows(plan):
         x = _build(context, x, plan, halos, cached, zeros, slot)
     x, other_pad = _pad_other(x, other, context.other_dim)
     return x, ((pad, other_pad) if context.dim == -2 else (other_pad, pad))
@@ -155,7 +155,7 @@ def _fetch(context: ShardContext, plan: HaloPlan, x: Tensor, keep: Keep | None, 
     return halos
 
 
-def _adds_rows(plan: HaloPlan | None) -> bool:
+def _changes_rows(plan: HaloPlan | None) -> bool:
     """True when a convolution reads more or less along the sharded axis than the rank's own rows."""
     return plan is not None and not (plan.own == (plan.start, plan.stop) and not plan.before and not plan.after)
 
@@ -210,7 +210,7 @@ def _build(
 
 
 def _empty_maps(context: ShardContext, shape: list[int], x: Tensor) -> Tensor:
-    """A channels_last map for what is read around ``x``: in the working buffer, unless ``x`` itself lies there."""
+    """A channels_last map for what is read around ``x``: in the scratch buffer, unless ``x`` itself lies there."""
     inner = (shape[0], *shape[2:], shape[1])
     used = context.pool.in_scratch(x)
     return (x.new_empty(inner) if used else context.pool.scratch(inner, x)).movedim(-1, 1)

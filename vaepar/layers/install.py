@@ -89,8 +89,11 @@ _WAN: dict[type[nn.Module], type[nn.Module]] = {
 
 _WAN_LAYERS = (wan.WanCausalConv3d, wan.WanRMS_norm, wan.WanAttentionBlock, wan.WanResample)
 
-# Layers without children that treat every position alike, so that they need nothing from other ranks.
-_LOCAL = (nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.Mish, nn.Upsample, wan.AvgDown3D, wan.DupUp3D)
+# Layers without children that treat every position alike, so that they need nothing from other ranks; empty lists.
+_LOCAL = (
+    *(nn.Linear, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.Mish, nn.Upsample, wan.AvgDown3D, wan.DupUp3D),
+    *(nn.ModuleList, nn.ModuleDict, nn.Sequential),
+)
 
 
 def install_shards(*parts: nn.Module | None) -> None:
@@ -113,6 +116,24 @@ def install_shards(*parts: nn.Module | None) -> None:
                 classes.append((module, new))
     for module, new in classes:
         module.__class__ = new
+    for part in parts:
+        for module in () if part is None else part.modules():
+            _mark_loops(module)
+
+
+def _mark_loops(module: nn.Module) -> None:
+    """Say of each residual block whether it stands in a list that a module of diffusers' walks through.
+
+    Nothing else there reads a block's input after it; what a wrapper around a block does is not known.
+    """
+    if isinstance(module, nn.ModuleList):
+        return  # its owner has been asked
+    own = type(module).__module__.startswith("diffusers.")
+    for child in module.children():
+        blocks = child if isinstance(child, nn.ModuleList) else (child,)
+        for block in blocks:
+            if isinstance(block, ShardResnetBlock2D | ShardCausalResidualBlock):
+                block.sums_in_place = own and blocks is child
 
 
 def _sharded_class(module: nn.Module, name: str, table: dict[type[nn.Module], type[nn.Module]]) -> type | None:
@@ -122,7 +143,8 @@ def _sharded_class(module: nn.Module, name: str, table: dict[type[nn.Module], ty
         return ShardUpsampleConv
     new = table.get(type(module))
     known = isinstance(module, (*table.values(), *_LOCAL))
-    if new is None and not known and next(module.children(), None) is None:
+    reads = isinstance(module, nn.modules.conv._ConvNd | nn.GroupNorm)
+    if new is None and not known and (reads or next(module.children(), None) is None):
         raise UnsupportedModeError(f"a spatial shard has no counterpart for layer '{name}' ({type(module).__name__})")
     return new
 

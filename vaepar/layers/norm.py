@@ -60,10 +60,11 @@ class ShardRMSNorm(nn.Module):
 
 
 class ShardSiLU(nn.SiLU):
-    """SiLU in place while a shard is active: in these models its input is always a norm's fresh output."""
+    """SiLU in place on what a block says is its own; elsewhere a map of its own, as without a shard."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.silu(input, inplace=self.inplace or active_shard() is not None)
+        context = active_shard()
+        return F.silu(input, inplace=self.inplace or (context is not None and context.take_own(input)))
 
 
 def group_norm(context: ShardContext, norm: nn.GroupNorm, x: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def group_norm(context: ShardContext, norm: nn.GroupNorm, x: Tensor) -> Tensor:
     if not context.alone:
         layout = context.layout_of(x)
         parts = gather_parts(context.group, layout, moments, [moments.shape] * layout.ranks)
-        moments = _joined(torch.stack(parts), [layout.length(r) for r in range(layout.ranks)])
+        moments = _merged(torch.stack(parts), [layout.length(r) for r in range(layout.ranks)])
     place = context.place_for(x.shape, x)
     out = torch.empty_like(x) if place is None else place
     _normalise(x, norm, moments, out)
@@ -89,8 +90,8 @@ def _moments(x: Tensor, groups: int) -> Tensor:
     rows = max(1, _BLOCK_POSITIONS // x.shape[3]) if x.device.type == "cpu" else x.shape[2]
     blocks = x.split(rows, 2)
     parts = torch.stack([_channel_moments(block) for block in blocks])
-    channels = _joined(parts, [block.shape[2] for block in blocks])
-    return _joined(channels.unflatten(2, (groups, -1)).movedim(3, 0), [1] * (x.shape[1] // groups))
+    channels = _merged(parts, [block.shape[2] for block in blocks])
+    return _merged(channels.unflatten(2, (groups, -1)).movedim(3, 0), [1] * (x.shape[1] // groups))
 
 
 def _channel_moments(x: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def _channel_moments(x: Tensor) -> Tensor:
     return torch.stack(images, 1)
 
 
-def _joined(parts: Tensor, sizes: Sequence[int]) -> Tensor:
+def _merged(parts: Tensor, sizes: Sequence[int]) -> Tensor:
     """The moments [2, ...] of the union of parts [p, 2, ...] that hold so many positions each."""
     shares = parts.new_tensor([size / sum(sizes) for size in sizes]).view(-1, *[1] * (parts.ndim - 2))
     mean = (shares * parts[:, 0]).sum(0)
@@ -115,7 +116,8 @@ def _normalise(x: Tensor, norm: nn.GroupNorm, moments: Tensor, out: Tensor) -> N
     weight = None if norm.weight is None else norm.weight.to(wide)
     bias = None if norm.bias is None else norm.bias.to(wide)
     mean, var = moments.repeat_interleave(repeats, 2).to(wide)
-    unused = mean.new_empty(0)
+    # Not wanted here, but devices other than CPUs normalise from what they have written to these two.
+    saved_mean, saved_deviation = mean.new_empty(0), mean.new_empty(0)
     for i, image in enumerate(x):
         torch.ops.aten.native_batch_norm.out(
             image[None],
@@ -127,6 +129,6 @@ def _normalise(x: Tensor, norm: nn.GroupNorm, moments: Tensor, out: Tensor) -> N
             0.0,
             norm.eps,
             out=out[i : i + 1],
-            save_mean=unused,
-            save_invstd=unused,
+            save_mean=saved_mean,
+            save_invstd=saved_deviation,
         )

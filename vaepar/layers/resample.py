@@ -13,7 +13,6 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from vaepar.layers.context import ShardContext, active_shard
-from vaepar.layers.conv import convolve_maps
 from vaepar.layers.inputs import Stencil, shard_input, shard_plan
 from vaepar.parallel.shards import Window
 
@@ -43,7 +42,7 @@ class ShardUpsampleConv(nn.Sequential):
         conv = cast(nn.Conv2d, self[1])
         if input.dtype == torch.float64 and isinstance(self[0], WanUpsample | QwenImageUpsample):
             input = input.float().double()  # these two pass through float32, which rounds
-        return upsample_conv(context, input, conv.weight, conv.bias)
+        return upsample_conv(context, input, conv)
 
 
 class ShardUpsample2D(Upsample2D):
@@ -54,7 +53,7 @@ class ShardUpsample2D(Upsample2D):
         if context is None:
             direct: Tensor = super().forward(hidden_states, output_size, *args, **kwargs)
             return direct
-        return upsample_conv(context, hidden_states, self.conv.weight, self.conv.bias)
+        return upsample_conv(context, hidden_states, cast(nn.Conv2d, self.conv))
 
 
 class ShardDownsample2D(Downsample2D):
@@ -71,17 +70,18 @@ class ShardDownsample2D(Downsample2D):
         return down
 
 
-def upsample_conv(context: ShardContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def upsample_conv(context: ShardContext, x: Tensor, conv: nn.Conv2d) -> Tensor:
     """Nearest upsampling of [b, c, h, w] by two, then a 3x3 convolution with padding 1: [b, c', 2h, 2w].
 
     In an upsampled map neighbours repeat, so each of the four output phases reads only 2x2 different positions: with
     the taps on equal positions added up beforehand, four ninths of the products remain and the large input is never
-    made. Sums of taps would lose bits in half precision, where the two steps are taken one after the other.
+    made. Sums of taps would lose bits in half precision, where the two steps are taken one after the other; so they
+    are where the convolution has hooks, which want to be called.
     """
-    if x.dtype not in _EXACT_DTYPES:
-        large = F.interpolate(x, scale_factor=2.0, mode="nearest-exact")
-        window = Window(3, before=1, after=1)
-        return convolve_maps(context, large, weight, bias, Stencil(window, window))
+    if x.dtype not in _EXACT_DTYPES or conv._forward_hooks or conv._forward_pre_hooks:
+        large: Tensor = conv(F.interpolate(x, scale_factor=2.0, mode="nearest-exact"))
+        return large
+    weight, bias = conv.weight, conv.bias
     window = Window(3, before=1, after=1)
     height, width = x.shape[-2:]
     stencil = Stencil(window, window)

@@ -32,19 +32,21 @@ class BufferPool:
         return self.buffers[key]
 
     def scratch(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """The one working buffer, contiguous and of that shape. What an earlier call gave is void then.
+        """The one scratch buffer, contiguous and of that shape. What an earlier call gave is void then.
 
-        It is as large as the largest shape so far. On a CPU the fresh pages of a large tensor take longer than the
-        arithmetic that fills it once, so what is short-lived and comes again is made here.
+        It is as large as the largest shape so far, and stays until :meth:`clear`. What is short-lived and comes again
+        is made here: on a CPU the fresh pages of a large tensor take longer than the arithmetic that fills it once,
+        and everywhere the input of a convolution need not exist twice.
         """
         key, count = (like.dtype, like.device), math.prod(shape)
         if key not in self._scratch or self._scratch[key].numel() < count:
             self._scratch.pop(key, None)  # before the larger one is made
-            self._scratch[key] = torch.empty(count, dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):  # a later step may be taken outside of the mode that this one is in
+                self._scratch[key] = torch.empty(count, dtype=like.dtype, device=like.device)
         return self._scratch[key][:count].view(tuple(shape))
 
     def in_scratch(self, x: Tensor) -> bool:
-        """True when ``x`` lies in the working buffer."""
+        """True when ``x`` lies in the scratch buffer."""
         own = x.untyped_storage()._cdata
         return any(buffer.untyped_storage()._cdata == own for buffer in self._scratch.values())
 

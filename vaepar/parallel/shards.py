@@ -168,11 +168,6 @@ class HaloPlan:
     gather: tuple[int, ...] | None = None
 
     @property
-    def local(self) -> bool:
-        """True when the input is exactly the rows that the rank owns, with nothing to send either."""
-        return not self.receives and not self.sends and self.own == (self.start, self.stop)
-
-    @property
     def sent_rows(self) -> int:
         """Rows that leave this rank, one that goes to two peers twice; what a group's traffic is compared with."""
         return sum(send.rows for send in self.sends)
