@@ -194,3 +194,15 @@ def test_which_convolutions_have_a_slot(conv: nn.Conv2d, slotted: bool) -> None:
         return conv.slot(context, torch.zeros(1, 2, 8, 8)) is not None  # type: ignore[operator]
 
     assert run_loopback(2, work) == [slotted] * 2
+
+
+def test_a_wide_shortcut_leaves_nothing_open() -> None:
+    """A later 1x1 convolution of that shape would take it, and its result be written over."""
+    block = seeded(lambda: image_block(24), torch.float32)
+    block.conv_shortcut = nn.Conv2d(_CHANNELS, 24, 3, padding=1)
+    install_shards(block)
+    x = channels_last(random_map(1, _CHANNELS, 8, 8, dtype=torch.float32))
+    context = ShardContext(SoloGroup(), "height", [split_rows(8, 1)])
+    with shard_active(context):
+        out = block(x, None)
+    assert context.take_result(out.shape, out) is None

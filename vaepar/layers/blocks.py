@@ -105,6 +105,7 @@ def _shortcut(context: ShardContext, layer: nn.Module, x: Tensor) -> Tensor:
         shape = (x.shape[0], *x.shape[2:], layer.out_channels)
         context.open_result(context.pool.scratch(shape, x).movedim(-1, 1))
     added: Tensor = layer(x)
+    context.open_result(None)  # one that is not pointwise has left it, and the next that is would take it
     return added
 
 

@@ -113,8 +113,8 @@ class ShardContext:
         """Let the next norm write into ``slot``; None closes the one that is open."""
         self._slot = slot
 
-    def open_result(self, memory: Tensor) -> None:
-        """Let the next pointwise convolution write its result, which is used at once, into ``memory``."""
+    def open_result(self, memory: Tensor | None) -> None:
+        """Let the next pointwise convolution write its result, used at once, into ``memory``; None closes it."""
         self._result = memory
 
     def take_result(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
