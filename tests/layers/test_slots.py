@@ -16,6 +16,7 @@ from tests.memory import PeakBytes
 from vaepar.layers.context import ShardContext, Slot, shard_active
 from vaepar.layers.inputs import channels_last
 from vaepar.layers.install import install_shards
+from vaepar.layers.kernels import Result
 from vaepar.parallel.group import RankGroup, SoloGroup
 from vaepar.parallel.loopback import run_loopback
 from vaepar.parallel.shards import split_rows
@@ -66,10 +67,11 @@ def call_video(block: nn.Module, own: Sequence[Tensor]) -> Tensor:
     return torch.cat([block(x.clone(), cache, [0]) for x in own], 2)
 
 
-def steps_of(video: bool) -> list[Tensor]:
+def steps_of(video: bool, size: int, dtype: torch.dtype) -> list[Tensor]:
     if not video:
-        return [random_map(2, _CHANNELS, 11, 9)]
-    return [random_map(1, _CHANNELS, frames, 11, 9, seed=frames) for frames in (1, 4, 1, 2)]
+        return [random_map(2, _CHANNELS, size, size - 2, dtype=dtype)]
+    shapes = [(1, _CHANNELS, frames, size, size - 2) for frames in (1, 4, 1, 2, 3)]
+    return [random_map(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
 
 
 def untouched(block: Any) -> None:
@@ -104,6 +106,14 @@ def activations_give_new_maps(block: Any) -> None:
     block.nonlinearity.register_forward_hook(lambda module, args, out: out + 1)
 
 
+def norms_have_hooks(block: Any) -> None:
+    block.norm2.register_forward_hook(lambda module, args, out: out + 1)
+
+
+def convolutions_have_hooks(block: Any) -> None:
+    block.conv2.register_forward_hook(lambda module, args, out: out + 1)
+
+
 def activation_is_another(block: Any) -> None:
     block.nonlinearity = nn.GELU()
 
@@ -117,22 +127,35 @@ CHANGES = [
     there_are_no_norms,
     activations_give_views,
     activations_give_new_maps,
+    norms_have_hooks,
+    convolutions_have_hooks,
     activation_is_another,
 ]
 
 
 @pytest.mark.parametrize("axis", ["height", "width"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("ranks", "size"), [(1, 11), (3, 11), (2, 36)]
+)  # with 16 rows and more, halos are awaited late
 @pytest.mark.parametrize("out", [_CHANNELS, 24])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("video", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 3e-6)])
 def test_a_block_is_the_plain_block(
-    video: bool, change: Callable[[Any], None], out: int, ranks: int, axis: Any
+    video: bool,
+    change: Callable[[Any], None],
+    out: int,
+    ranks: int,
+    size: int,
+    axis: Any,
+    dtype: torch.dtype,
+    tolerance: float,
 ) -> None:
-    """float64: sums are taken in another order, so 1e-12 and not equality."""
+    """Sums are taken in another order, so not equality: 432 products each in float32, whose step is 1.2e-7."""
     build, call = (video_block, call_video) if video else (image_block, call_image)
-    maps = steps_of(video)
-    plain, block = seeded(lambda: build(out)), seeded(lambda: build(out))
+    maps = steps_of(video, size, dtype)
+    plain, block = (seeded(lambda: build(out), dtype) for _ in range(2))
+    block.sums_in_place = change is untouched  # as in a loop of diffusers'; what others do is not known
     with torch.no_grad():
         for parameter, own in zip(plain.parameters(), block.parameters(), strict=True):
             own.copy_(parameter.copy_(torch.rand_like(parameter)))  # gammas of ones and zeros would hide a mix-up
@@ -143,7 +166,7 @@ def test_a_block_is_the_plain_block(
         expected = call(plain, maps)
     layout = split_rows(maps[0].shape[-2 if axis == "height" else -1], ranks)
     joined = run_sharded(block, maps, [layout], axis, call)
-    assert (joined - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert (joined - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize(("video", "maps"), [(False, 2.1), (True, 2.9)])
@@ -171,10 +194,10 @@ def test_what_is_open_is_closed() -> None:
     assert context.take_slot(memory.clone()) is None
     assert context.take_slot(memory) is None
     context.open_slot(Slot(memory, memory))
-    context.open_result(memory)
+    context.open_result(Result(memory))
     context.clear()
     assert context.place_for(memory.shape, memory) is None
-    assert context.take_result(memory.shape, memory) is None
+    assert context.take_result() is None
 
 
 @pytest.mark.parametrize(
@@ -204,5 +227,5 @@ def test_a_wide_shortcut_leaves_nothing_open() -> None:
     x = channels_last(random_map(1, _CHANNELS, 8, 8, dtype=torch.float32))
     context = ShardContext(SoloGroup(), "height", [split_rows(8, 1)])
     with shard_active(context):
-        out = block(x, None)
-    assert context.take_result(out.shape, out) is None
+        block(x, None)
+    assert context.take_result() is None

@@ -186,12 +186,13 @@ def _decode(
             group.check_alarm()
             rows = None
             if request.context is not None:
+                request.context.last = step is steps[-1]
                 with _running(vae, request.context):
                     rows = vae.finish_untiled(next(walk))
+            if request.context is not None and request.context.last:
+                request.context.clear()  # the whole chunk is made now, and may stay with its consumer for long
             chunk = request.deliver(rows, layouts[0].scaled(vae.shard_ratio), step.shape, z)
             del rows
-            if step is steps[-1] and request.context is not None:
-                request.context.clear()  # the last chunk may stay with its consumer for long
             yield chunk
             del chunk
         request.settle()
@@ -214,8 +215,9 @@ def _encode_rows(
     pieces = (vae.patchify(request.own_rows(_frames(x, step), layout, patch)) for step in steps)
     moments = []
     with closing(vae.encode_pieces(pieces)) as walk:
-        for _ in steps:
+        for step in steps:
             context.group.check_alarm()
+            context.last = step is steps[-1]
             with _running(vae, context):
                 moments.append(next(walk))
     return joined(moments)

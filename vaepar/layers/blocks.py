@@ -7,9 +7,11 @@ That holds for a block that stands in such a loop itself, in a model without hoo
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl_wan import CACHE_T
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
@@ -17,7 +19,19 @@ from torch import Tensor, nn
 from vaepar.layers.context import ShardContext, active_shard
 from vaepar.layers.conv import ShardCausalConv3d, ShardConv2d
 from vaepar.layers.inputs import channels_last
+from vaepar.layers.kernels import Result, adds_convolutions
 from vaepar.layers.norm import ShardGroupNorm, ShardRMSNorm, ShardSiLU
+
+_CONVOLUTIONS = (ShardConv2d, ShardCausalConv3d)
+_NORMS = (ShardGroupNorm, ShardRMSNorm)
+
+
+class _Block(Protocol):
+    norm2: nn.Module
+    sums_in_place: bool
+
+    @property
+    def conv_shortcut(self) -> nn.Module | None: ...
 
 
 class ShardResnetBlock2D(ResnetBlock2D):
@@ -32,14 +46,11 @@ class ShardResnetBlock2D(ResnetBlock2D):
             direct: Tensor = super().forward(input_tensor, temb, *args, **kwargs)
             return direct
         x = channels_last(input_tensor)
-        out: Tensor = self.conv1(_ready(context, self.norm1, self.nonlinearity, self.conv1, x))
+        ready = _ready(context, self.norm1, self.nonlinearity, self.conv1, x)
+        out = _read_once(context, self.conv1, self.norm2, x, lambda: self.conv1(ready))
         ready = self.dropout(_ready(context, self.norm2, self.nonlinearity, self.conv2, out))
         del out  # its memory is free for the result
-        out = self.conv2(ready)
-        if self.conv_shortcut is None:
-            out = _sum(context, out, x, own=self.sums_in_place)
-        else:
-            out = _sum(context, out, _shortcut(context, self.conv_shortcut, x))
+        out = _with_shortcut(context, self, self.conv2, x, lambda: self.conv2(ready))
         return out if self.output_scale_factor == 1 else out / self.output_scale_factor
 
 
@@ -59,18 +70,20 @@ class ShardCausalResidualBlock(nn.Module):
     def forward(self, x: Tensor, feat_cache: list[Any] | None = None, feat_idx: list[int] | None = None) -> Tensor:
         context = active_shard()
         if context is None or feat_cache is None or feat_idx is None:
-            place = () if feat_idx is None else (feat_idx,)
-            direct: Tensor = super().forward(x, feat_cache, *place)  # of the block that this is mixed into
+            given = () if feat_idx is None else (feat_idx,)
+            direct: Tensor = super().forward(x, feat_cache, *given)  # of the block that this is mixed into
             return direct
-        ready = _ready(context, self.norm1, self.nonlinearity, self.conv1, x, feat_cache[feat_idx[0]])
-        out = cached_convolve(self.conv1, ready, feat_cache, feat_idx)
-        ready = _ready(context, self.norm2, self.nonlinearity, self.conv2, out, feat_cache[feat_idx[0]])
+        cache, place = feat_cache, feat_idx
+        ready = _ready(context, self.norm1, self.nonlinearity, self.conv1, x, cache[place[0]])
+        out = _read_once(
+            context, self.conv1, self.norm2, x, lambda: cached_convolve(context, self.conv1, ready, cache, place)
+        )
+        ready = _ready(context, self.norm2, self.nonlinearity, self.conv2, out, cache[place[0]])
         ready = self.dropout(ready)
         del out  # its memory is free for the result
-        out = cached_convolve(self.conv2, ready, feat_cache, feat_idx)
-        if isinstance(self.conv_shortcut, nn.Identity):
-            return _sum(context, out, x, own=self.sums_in_place)
-        return _sum(context, out, _shortcut(context, self.conv_shortcut, x))
+        return _with_shortcut(
+            context, self, self.conv2, x, lambda: cached_convolve(context, self.conv2, ready, cache, place)
+        )
 
 
 def _ready(
@@ -85,12 +98,17 @@ def _ready(
 
     Others stand in their place when a model was changed: they may read their input twice, or call further layers.
     """
-    known = context.overwrites and isinstance(norm, ShardGroupNorm | ShardRMSNorm)
+    known = context.overwrites and isinstance(norm, _NORMS)
     slot = None
     if known and isinstance(conv, ShardCausalConv3d):
         slot = conv.slot(context, x, cache)
     elif known and isinstance(conv, ShardConv2d):
         slot = conv.slot(context, x)
+    if slot is not None and isinstance(norm, ShardRMSNorm) and _is_plain(norm) and _is_plain(activation, ShardSiLU):
+        slot = context.send_early(slot, x, lambda rows: F.silu(norm.normalised(rows), inplace=True))
+        context.open_slot(slot)
+        norm.write_activated(x, slot.own)
+        return slot.own
     context.open_slot(slot)
     out: Tensor = norm(x)
     if known and isinstance(activation, ShardSiLU):
@@ -99,13 +117,80 @@ def _ready(
     return ready
 
 
+def _is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Module) -> bool:
+    """True for a ``kind`` that does what its class does and nothing else, so that it need not be called itself."""
+    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return isinstance(layer, kind) and not changed
+
+
+def _read_once(
+    context: ShardContext, conv: nn.Module, norm: nn.Module, x: Tensor, convolve: Callable[[], Tensor]
+) -> Tensor:
+    """What ``convolve`` makes by ``conv`` of a map like ``x``, good until ``norm`` has read it."""
+    if isinstance(conv, _CONVOLUTIONS) and isinstance(norm, _NORMS) and _is_plain(conv):
+        context.open_result(context.passing_result((x.shape[0], conv.out_channels, *x.shape[2:]), x))
+    out = convolve()
+    context.open_result(None)  # for others than convolutions, which leave it open
+    return out
+
+
+def _with_shortcut(
+    context: ShardContext, block: _Block, conv: nn.Module, x: Tensor, convolve: Callable[[], Tensor]
+) -> Tensor:
+    """The sum of what ``convolve`` makes by ``conv``, and of the block's shortcut of its input ``x``."""
+    keeps_size = block.conv_shortcut is None or isinstance(block.conv_shortcut, nn.Identity)
+    base = None
+    if isinstance(conv, _CONVOLUTIONS) and isinstance(block.norm2, _NORMS) and _is_plain(conv):
+        base = _base(context, None if keeps_size else block.conv_shortcut, x, own=block.sums_in_place)
+    if base is not None:
+        result = Result(base, adds=True)
+        context.open_result(result)
+        out = convolve()
+        context.open_result(None)
+        return base if result.taken else base.add_(out)
+    out = convolve()
+    if keeps_size or block.conv_shortcut is None:
+        return _sum(context, out, x, own=block.sums_in_place)
+    return _sum(context, out, _shortcut(context, block.conv_shortcut, x))
+
+
+def _base(context: ShardContext, shortcut: nn.Module | None, x: Tensor, *, own: bool) -> Tensor | None:
+    """A map that holds the shortcut of ``x`` and becomes the block's result; None: the sum is taken afterwards.
+
+    The convolution that will be added to it has its input in the scratch buffer, so a shortcut must not need that.
+    """
+    if shortcut is None and own:
+        return channels_last(x) if context.overwrites and adds_convolutions(x) else None
+    channels = x.shape[1]
+    if shortcut is not None:
+        if not (isinstance(shortcut, _CONVOLUTIONS) and _is_pointwise(shortcut) and _is_plain(shortcut)):
+            return None
+        channels = shortcut.out_channels
+    result = context.passing_result((x.shape[0], channels, *x.shape[2:]), x)
+    if result is None:
+        return None
+    context.pool.give_result()
+    if shortcut is None:
+        return result.memory.copy_(x)
+    slot = context.set_slot_aside()  # that of the convolution
+    context.open_result(result)
+    added: Tensor = shortcut(x)
+    context.open_result(None)
+    context.open_slot(slot)
+    return result.memory if result.taken else added
+
+
+def _is_pointwise(conv: ShardConv2d | ShardCausalConv3d) -> bool:
+    return {*conv.kernel_size, *conv.stride, conv.groups} == {1}
+
+
 def _shortcut(context: ShardContext, layer: nn.Module, x: Tensor) -> Tensor:
     """What is added to a block's result: ``layer`` of ``x``, good until the next convolution."""
-    if context.overwrites and isinstance(layer, ShardConv2d | ShardCausalConv3d):
+    if context.overwrites and isinstance(layer, _CONVOLUTIONS) and _is_pointwise(layer):
         shape = (x.shape[0], *x.shape[2:], layer.out_channels)
-        context.open_result(context.pool.scratch(shape, x).movedim(-1, 1))
+        context.open_result(Result(context.pool.scratch(shape, x).movedim(-1, 1)))
     added: Tensor = layer(x)
-    context.open_result(None)  # one that is not pointwise has left it, and the next that is would take it
+    context.open_result(None)
     return added
 
 
@@ -116,13 +201,21 @@ def _sum(context: ShardContext, out: Tensor, added: Tensor, *, own: bool = False
     return added.add_(out) if own else out.add_(added)
 
 
-def cached_convolve(conv: nn.Module, x: Tensor, cache: list[Any], place: list[int]) -> Tensor:
+def cached_convolve(context: ShardContext, conv: nn.Module, x: Tensor, cache: list[Any], place: list[int]) -> Tensor:
     """Convolve ``x`` after the frames in its place of the temporal cache, and leave the last frames there."""
     before: Tensor | None = cache[place[0]]
     out: Tensor = conv(x, before)
-    tail = x[:, :, -CACHE_T:]
-    if tail.shape[2] < CACHE_T and before is not None:
-        tail = torch.cat([before[:, :, tail.shape[2] - CACHE_T :], tail], 2)
-    cache[place[0]] = tail.clone()
+    if not context.last:
+        cache[place[0]] = _tail(x, before, reuses=context.overwrites)
     place[0] += 1
     return out
+
+
+def _tail(x: Tensor, before: Tensor | None, *, reuses: bool) -> Tensor:
+    """The last frames of ``x``, behind the last of those ``before`` where it is short; in their memory if that fits."""
+    tail = x[:, :, -CACHE_T:]
+    if before is not None and tail.shape[2] < CACHE_T:
+        return torch.cat([before[:, :, tail.shape[2] - CACHE_T :], tail], 2)
+    if reuses and before is not None and before.shape == tail.shape and before.dtype == tail.dtype:
+        return before.copy_(tail)
+    return tail.clone()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vaepar.errors import UsageError
+from vaepar.layers.kernels import Result, adds_convolutions
 from vaepar.parallel.group import RankGroup
-from vaepar.parallel.halo import BufferPool
-from vaepar.parallel.shards import Axis, Layout, Window
+from vaepar.parallel.halo import BufferPool, HaloExchange
+from vaepar.parallel.shards import Axis, HaloPlan, Layout, Window
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,14 @@ class Slot:
         whole: all that the convolution reads, [b, c, h, w] or [b, c, t, h, w]: halo rows, padding and earlier frames
             among it.
         own: the part of ``whole`` for the norm's result, this rank's own rows.
+        plan: what the convolution reads of other ranks; None when it reads nothing.
+        exchange: of the norm's result, when it has begun already.
     """
 
     whole: Tensor
     own: Tensor
+    plan: HaloPlan | None = None
+    exchange: HaloExchange | None = None
 
 
 _ACTIVE: ContextVar[ShardContext | None] = ContextVar("vaepar_shard_context", default=None)
@@ -54,6 +59,8 @@ class ShardContext:
         self.group = group
         self.axis = axis
         self.overwrites = overwrites
+        #: True in the last step of a request: nothing has to be kept for a later one.
+        self.last = False
         self.dim = -2 if axis == "height" else -1
         self.other_dim = -1 if axis == "height" else -2
         self.pool = BufferPool()
@@ -63,7 +70,7 @@ class ShardContext:
         self._targets: dict[tuple[Layout, Window], Layout] = {}
         self._deferred: tuple[int, int, int, int] | None = None
         self._slot: Slot | None = None
-        self._result: Tensor | None = None
+        self._result: Result | None = None
         self._own: weakref.ref[Tensor] | None = None
         for layout in layouts:
             self._register(layout)
@@ -111,34 +118,68 @@ class ShardContext:
 
     def open_slot(self, slot: Slot | None) -> None:
         """Let the next norm write into ``slot``; None closes the one that is open."""
-        self._slot = slot
+        open_one, self._slot = self._slot, slot
+        if open_one is not None and open_one.exchange is not None:
+            open_one.exchange.finish()  # nobody reads its rows, but all ranks have begun it
 
-    def open_result(self, memory: Tensor | None) -> None:
-        """Let the next pointwise convolution write its result, used at once, into ``memory``; None closes it."""
-        self._result = memory
+    def set_slot_aside(self) -> Slot | None:
+        """The open slot, if any; to be opened again after layers that have nothing to do with it."""
+        slot, self._slot = self._slot, None
+        return slot
 
-    def take_result(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
-        """The memory that is open for a result, if it fits; it is closed either way."""
-        memory, self._result = self._result, None
-        return memory if memory is not None and _fits(memory, shape, like) else None
+    def open_result(self, result: Result | None) -> None:
+        """Let the next convolution write into ``result``; None closes the one that is open."""
+        self._result = result
+
+    def take_result(self) -> Result | None:
+        """The memory that is open for a result. It is closed then."""
+        result, self._result = self._result, None
+        if result is None:
+            self.pool.give_result()  # what makes a fresh map needs the memory more
+        return result
+
+    def passing_result(self, shape: Sequence[int], like: Tensor) -> Result | None:
+        """Memory for a map that is read before the next convolution; None where a fresh one has to be made."""
+        if not (self.overwrites and adds_convolutions(like)):
+            return None
+        return Result(self.pool.result((shape[0], *shape[2:], shape[1]), like).movedim(-1, 1))
 
     def give_own(self, x: Tensor) -> None:
-        """Let the next activation write over ``x``, which nobody else will read."""
-        self._own = weakref.ref(x)
+        """Let the next activation write over ``x``, which nobody else will read; hooks might."""
+        if self.overwrites:
+            self._own = weakref.ref(x)
 
     def take_own(self, x: Tensor) -> bool:
         """True once for what was given."""
         own, self._own = self._own, None
         return own is not None and own() is x
 
-    def place_for(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
-        """Where a norm is to put a result of that shape; None for anywhere."""
-        return self._slot.own if self._slot is not None and _fits(self._slot.own, shape, like) else None
+    def place_for(self, shape: Sequence[int], like: Tensor, *, read_once: bool = False) -> Tensor | None:
+        """Where a norm is to put a result of that shape; None for anywhere.
+
+        Args:
+            read_once: the result is read before the next convolution, and not after it.
+        """
+        if self._slot is not None:
+            return self._slot.own if _fits(self._slot.own, shape, like) else None
+        passing = self.passing_result(shape, like) if read_once else None
+        return None if passing is None else passing.memory
 
     def take_slot(self, x: Tensor) -> Slot | None:
         """The open slot if ``x`` is what was written there; it is closed either way."""
-        slot, self._slot = self._slot, None
-        return slot if slot is not None and x is slot.own else None
+        if self._slot is not None and x is self._slot.own:
+            return self.set_slot_aside()
+        self.open_slot(None)
+        return None
+
+    def send_early(self, slot: Slot, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Slot:
+        """Begin the exchange of what ``layer``, which treats each position alone, is about to make of ``x``.
+
+        The rows that other ranks need are made first, so that they travel while the rest is made.
+        """
+        if slot.plan is None or not (slot.plan.sends or slot.plan.receives):
+            return slot
+        return replace(slot, exchange=HaloExchange(self.group, slot.plan, x, self.dim, self.pool, layer))
 
     def clear(self) -> None:
         """Give back buffers and kept rows."""

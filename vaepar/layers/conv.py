@@ -6,6 +6,7 @@ The functions take maps of any memory format and give channels_last ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast, get_args
 
@@ -27,6 +28,7 @@ from vaepar.layers.inputs import (
     slot_for,
     unfold_frames,
 )
+from vaepar.layers.kernels import Result, convolve, mix_channels
 from vaepar.parallel.halo import HaloExchange
 from vaepar.parallel.shards import HaloPlan, PadMode, Window
 
@@ -106,44 +108,59 @@ def convolve_maps(
     The result holds the rows that this rank owns of the output.
     """
     if stencil.pointwise and groups == 1:
-        return _mix_channels(context, x, weight, bias)
+        context.open_slot(None)
+        return mix_channels(channels_last(x), weight, bias, context.take_result())
     plan = shard_plan(context, x, stencil)
-    exchange = None
+    result = context.take_result()
+    # The kernel sees the frames of a film as pictures.
+    memory = None if result is None else result.memory
+    flat = None if result is None or memory is None else Result(_as_maps(memory), result.adds)
+
+    def kernel(rows: Tensor, padding: tuple[int, int], result: Result | None = None) -> Tensor:
+        return convolve(_as_maps(rows), weight, bias, stencil.strides, padding, stencil.dilations, groups, result)
+
     if plan is not None and _can_mend(context, plan, stencil):
         context.take_slot(x)
         x = channels_last(x)
-        exchange = HaloExchange(context.group, plan, x, context.dim, context.pool)
-        read, padding = x, (stencil.height.before, stencil.width.before)
+        out = _convolve_mended(context, x, plan, stencil, kernel, flat, keep)
     else:
         read, padding = shard_input(context, x, stencil, plan, keep=keep)
-
-    def convolve(rows: Tensor, padding: tuple[int, int]) -> Tensor:
-        maps = fold_frames(rows) if rows.ndim == 5 else rows
-        return F.conv2d(maps, weight, bias, stencil.strides, padding, stencil.dilations, groups)
-
-    out = convolve(read, padding)
-    if exchange is not None and plan is not None:
-        halos = exchange.finish()
-        keep_halos(context, keep, halos)
-        for start, strip in _border_strips(x, context.dim, plan, stencil.along(context.dim), halos):
-            rows = convolve(strip, (0, padding[1]) if context.dim == -2 else (padding[0], 0))
-            out.narrow(context.dim, start, rows.shape[context.dim]).copy_(rows)
+        out = kernel(read, padding, flat)
+    if result is not None and flat is not None and flat.taken:
+        result.taken = True
+        return result.memory
     return unfold_frames(out, x.shape[0]) if x.ndim == 5 else out
 
 
-def _mix_channels(context: ShardContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A 1x1 convolution, as a product of matrices; into the memory that is open for its result."""
-    context.open_slot(None)
-    memory = context.take_result((x.shape[0], weight.shape[0], *x.shape[2:]), x)
-    inner = channels_last(x).movedim(1, -1)
-    if memory is None or weight.dtype != x.dtype:  # under autocast, which products with ``out`` do not know
-        return F.linear(inner, weight.flatten(1), bias).movedim(-1, 1)
-    rows = memory.movedim(1, -1).flatten(0, -2)
-    if bias is None:
-        torch.mm(inner.flatten(0, -2), weight.flatten(1).t(), out=rows)
-    else:
-        torch.addmm(bias, inner.flatten(0, -2), weight.flatten(1).t(), out=rows)
-    return memory
+def _as_maps(x: Tensor) -> Tensor:
+    return fold_frames(x) if x.ndim == 5 else x
+
+
+def _convolve_mended(
+    context: ShardContext,
+    x: Tensor,
+    plan: HaloPlan,
+    stencil: Stencil,
+    kernel: Callable[..., Tensor],
+    result: Result | None,
+    keep: Keep | None,
+) -> Tensor:
+    """Own rows are convolved while the halo travels; then those at the borders again, with the halo."""
+    dim, window = context.dim, stencil.along(context.dim)
+    padding = stencil.height.before, stencil.width.before
+    exchange = HaloExchange(context.group, plan, x, dim, context.pool)
+    sums: list[Tensor] = []
+    if result is not None and result.adds:
+        sums = [result.memory.narrow(dim, start, count).clone() for start, count in _borders(plan, window)]
+    out = kernel(x, padding, result)
+    halos = exchange.finish()
+    keep_halos(context, keep, halos)
+    for i, (start, strip) in enumerate(_border_strips(x, dim, plan, window, halos)):
+        rows = kernel(strip, (0, padding[1]) if dim == -2 else (padding[0], 0))
+        if sums and result is not None and result.taken:
+            rows += sums[i]
+        out.narrow(dim, start, rows.shape[dim]).copy_(rows)
+    return out
 
 
 def _maps_slot(context: ShardContext, x: Tensor, stencil: Stencil) -> Slot | None:
@@ -164,19 +181,28 @@ def _can_mend(context: ShardContext, plan: HaloPlan, stencil: Stencil) -> bool:
     return bool(plan.receives) and same and zeros and whole_above and whole_below and big
 
 
-def _border_strips(x: Tensor, dim: int, plan: HaloPlan, window: Window, halos: Pieces) -> Pieces:
-    """What the output rows next to other ranks' read, with the first of those rows, counted from the rank's own."""
+def _borders(plan: HaloPlan, window: Window) -> list[tuple[int, int]]:
+    """The output rows that read other ranks' rows, as (first, number), counted from the rank's own."""
     low, high = plan.own
-    above = [piece for start, piece in halos if start < low]
-    below = [piece for start, piece in halos if start >= high]
+    starts = [receive.start for receive in plan.receives]
+    above = [(0, window.before)] if any(start < low for start in starts) else []
+    below = [(high - low - window.after, window.after)] if any(start >= high for start in starts) else []
+    return above + below
+
+
+def _border_strips(x: Tensor, dim: int, plan: HaloPlan, window: Window, halos: Pieces) -> Pieces:
+    """What each of :func:`_borders` reads, with the first of its rows."""
+    low, high = plan.own
     inside = window.reach - 1
     strips = []
-    if above:
-        strips.append((0, torch.cat([*above, x.narrow(dim, 0, inside)], dim)))
-    if below:
-        own = x.narrow(dim, high - low - inside, inside)
-        strips.append((high - low - window.after, torch.cat([own, *below], dim)))
-    return [(start, channels_last(strip)) for start, strip in strips]
+    for first, _ in _borders(plan, window):
+        if first == 0:
+            above = [piece for start, piece in halos if start < low]
+            strips.append((first, torch.cat([*above, x.narrow(dim, 0, inside)], dim)))
+        else:
+            below = [piece for start, piece in halos if start >= high]
+            strips.append((first, torch.cat([x.narrow(dim, high - low - inside, inside), *below], dim)))
+    return [(first, channels_last(strip)) for first, strip in strips]
 
 
 def causal_convolve(context: ShardContext, conv: ShardCausalConv3d, x: Tensor, cache: Tensor | None) -> Tensor:
@@ -192,7 +218,8 @@ def causal_convolve(context: ShardContext, conv: ShardCausalConv3d, x: Tensor, c
     x, padding = shard_input(context, x, past.stencil, plan, keep=keep, cached=past.cached, zeros=past.zeros)
     if past.stencil.pointwise:
         return _convolve_times(conv, x)
-    return _convolve_frames(conv, x, (0, *padding))
+    every = (0, *padding)
+    return convolve(x, conv.weight, conv.bias, conv.stride, every, conv.dilation, conv.groups, context.take_result())
 
 
 @dataclass(frozen=True)
@@ -222,14 +249,6 @@ def _past(conv: ShardCausalConv3d, x: Tensor, cache: Tensor | None) -> _Past:
         zeros=front - (0 if cached is None else cached.shape[2]),
         flat=conv.stride[0] == 1 and (lone or conv.kernel_size[0] == 1),
     )
-
-
-def _convolve_frames(conv: ShardCausalConv3d, x: Tensor, padding: tuple[int, int, int]) -> Tensor:
-    """The plain 3-D convolution of an input that holds all that it reads."""
-    if x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        # conv3d itself leaves oneDNN for a kernel five times slower where b * c * t * h is at most 20480.
-        return torch.mkldnn_convolution(x, conv.weight, conv.bias, padding, conv.stride, conv.dilation, conv.groups)
-    return F.conv3d(x, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups)
 
 
 def _convolve_times(conv: ShardCausalConv3d, x: Tensor) -> Tensor:

@@ -100,13 +100,15 @@ def shard_input(
     x = x if slot is not None else channels_last(x)
     window, other = stencil.along(context.dim), stencil.along(context.other_dim)
     # Without a plan the whole picture is here: the kernel pads by itself.
-    halos: Pieces = []
     pad = window.before if plan is None else 0
-    if plan is not None and (plan.receives or plan.sends):
-        halos = _fetch(context, plan, x, keep, cached)
+    exchange = None if slot is None else slot.exchange
+    if exchange is None and plan is not None and (plan.receives or plan.sends):
+        exchange = HaloExchange(context.group, plan, x, context.dim, context.pool)
     frames = zeros + (0 if cached is None else cached.shape[2])
     if frames or _changes_rows(plan):
-        x = _build(context, x, plan, halos, cached, zeros, slot)
+        x = _build(context, x, plan, exchange, keep, cached, zeros, slot)
+    elif exchange is not None:
+        _fetch(context, exchange, keep, cached)
     x, other_pad = _pad_other(x, other, context.other_dim)
     return x, ((pad, other_pad) if context.dim == -2 else (other_pad, pad))
 
@@ -133,22 +135,22 @@ def slot_for(context: ShardContext, x: Tensor, plan: HaloPlan | None, frames: in
     shape, first = _shape_around(x, context.dim, plan, frames)
     whole = context.pool.scratch((shape[0], *shape[2:], shape[1]), x).movedim(-1, 1)
     own = whole.narrow(context.dim, first, x.shape[context.dim])
-    return Slot(whole, own[:, :, frames:] if x.ndim == 5 else own)
+    return Slot(whole, own[:, :, frames:] if x.ndim == 5 else own, plan)
 
 
 def keep_halos(context: ShardContext, keep: Keep | None, halos: Pieces) -> None:
     """Store the halo rows of the last frames, so that they do not travel again when those frames are cached."""
-    if keep is not None and keep.frames:
+    if keep is not None and keep.frames and not context.last:
         pieces = [(start, piece[:, :, -keep.frames :].clone()) for start, piece in halos]
         context.store["halo", id(keep.layer)] = pieces
 
 
-def _fetch(context: ShardContext, plan: HaloPlan, x: Tensor, keep: Keep | None, cached: Tensor | None) -> Pieces:
-    """The halo rows of ``x``, behind those of the cached frames where there are any."""
+def _fetch(context: ShardContext, exchange: HaloExchange, keep: Keep | None, cached: Tensor | None) -> Pieces:
+    """The halo rows, behind those of the cached frames where there are any."""
     kept: Pieces | None = None if keep is None else context.store.pop(("halo", id(keep.layer)), None)
     if cached is not None and kept is None:
         raise UsageError("a layer got cached frames of another request; a shard fills its cache itself")
-    halos = HaloExchange(context.group, plan, x, context.dim, context.pool).finish()
+    halos = exchange.finish()
     if cached is not None and kept is not None:
         halos = [(start, torch.cat([old, new], 2)) for (start, old), (_, new) in zip(kept, halos, strict=True)]
     keep_halos(context, keep, halos)
@@ -176,12 +178,13 @@ def _build(
     context: ShardContext,
     x: Tensor,
     plan: HaloPlan | None,
-    halos: Pieces,
+    exchange: HaloExchange | None,
+    keep: Keep | None,
     cached: Tensor | None,
     zeros: int,
     slot: Slot | None,
 ) -> Tensor:
-    """Own rows, halo rows, zeros at the picture's edges and earlier frames in one map."""
+    """Own rows, halo rows, zeros at the picture's edges and earlier frames in one map; the halo is waited for last."""
     dim, frames = context.dim, 0 if cached is None else cached.shape[2]
     shape, first = _shape_around(x, dim, plan, zeros + frames)
     stands = slot is not None and list(slot.whole.shape) == shape
@@ -200,12 +203,13 @@ def _build(
             (own[:, :, frames:] if x.ndim == 5 else own).copy_(x.narrow(dim, skip, count))
     if plan is None:
         return out
-    for start, piece in halos:
+    if plan.gather is None:
+        filled.narrow(dim, 0, plan.before).zero_()
+        filled.narrow(dim, shape[dim] - plan.after, plan.after).zero_()
+    for start, piece in () if exchange is None else _fetch(context, exchange, keep, cached):
         filled.narrow(dim, first + start - plan.own[0], piece.shape[dim]).copy_(piece)
     if plan.gather is not None:
         return out.index_select(dim, torch.tensor(plan.gather, device=x.device))
-    filled.narrow(dim, 0, plan.before).zero_()
-    filled.narrow(dim, shape[dim] - plan.after, plan.after).zero_()
     return out
 
 

@@ -119,6 +119,15 @@ def install_shards(*parts: nn.Module | None) -> None:
     for part in parts:
         for module in () if part is None else part.modules():
             _mark_loops(module)
+            _mark_heads(module)
+
+
+def _mark_heads(module: nn.Module) -> None:
+    """Say of the last norm of a coder of diffusers' that only an activation and the last convolution read it."""
+    if type(module).__module__.startswith("diffusers."):
+        for norm in (getattr(module, "norm_out", None), getattr(module, "conv_norm_out", None)):
+            if isinstance(norm, ShardGroupNorm | ShardRMSNorm):
+                norm.read_once = True
 
 
 def _mark_loops(module: nn.Module) -> None:

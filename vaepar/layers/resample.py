@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vaepar.layers.context import ShardContext, active_shard
 from vaepar.layers.inputs import Stencil, shard_input, shard_plan
+from vaepar.layers.kernels import convolve, out_shape
 from vaepar.parallel.shards import Window
 
 _EXACT_DTYPES = (torch.float32, torch.float64)
@@ -95,10 +96,12 @@ def upsample_conv(context: ShardContext, x: Tensor, conv: nn.Conv2d) -> Tensor:
         memory_format=torch.channels_last,
     )
     for a, kernel in enumerate(kernels):  # even rows, then odd ones: both at once would be a second map of this size
-        phases = F.conv2d(x, kernel, bias, padding=padding)
+        shape = out_shape(x, kernel, (1, 1), padding, (1, 1))
+        phases = convolve(x, kernel, bias, (1, 1), padding, (1, 1), result=context.passing_result(shape, x))
         for b, part in enumerate(phases.split(channels, 1)):
             out[:, :, a::2, b::2].copy_(part[:, :, a : a + height, b : b + width])
         del phases, part
+    context.pool.give_result()  # what a shortcut in parallel makes now is larger
     return out
 
 

@@ -7,7 +7,7 @@ goes out without a copy where it can, and backends that know only dense buffers 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ class BufferPool:
 
     buffers: dict[Hashable, Tensor] = field(default_factory=dict)
     _scratch: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+    _result: Tensor | None = None
 
     def take(self, name: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
         """A contiguous buffer of that shape, in the dtype and on the device of ``like``; its content is left over."""
@@ -45,6 +46,23 @@ class BufferPool:
                 self._scratch[key] = torch.empty(count, dtype=like.dtype, device=like.device)
         return self._scratch[key][:count].view(tuple(shape))
 
+    def result(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """The one buffer for short-lived results of a convolution, contiguous; what an earlier call gave is void then.
+
+        It has exactly this shape: a block may keep it (:meth:`give_result`), and no more memory with it.
+        """
+        held = self._result
+        count = math.prod(shape)
+        if held is None or (held.numel(), held.dtype, held.device) != (count, like.dtype, like.device):
+            self._result = held = None  # before the new one is made
+            with torch.inference_mode(False):
+                self._result = held = torch.empty(count, dtype=like.dtype, device=like.device)
+        return held.view(tuple(shape))
+
+    def give_result(self) -> None:
+        """Forget the buffer for results: to whoever holds it still, it belongs now."""
+        self._result = None
+
     def in_scratch(self, x: Tensor) -> bool:
         """True when ``x`` lies in the scratch buffer."""
         own = x.untyped_storage()._cdata
@@ -53,6 +71,7 @@ class BufferPool:
     def clear(self) -> None:
         self.buffers.clear()
         self._scratch.clear()
+        self._result = None
 
 
 class HaloExchange:
@@ -64,17 +83,29 @@ class HaloExchange:
         rows: the rank's own rows, [B, C, H, W] or [B, C, T, H, W].
         dim: the sharded dimension, -2 (height) or -1 (width).
         pool: where the receive buffers come from; the received rows are valid until the next exchange.
+        prepare: what is to be sent of some rows, of their shape and dtype; the rows themselves when None.
     """
 
-    def __init__(self, group: RankGroup, plan: HaloPlan, rows: Tensor, dim: int, pool: BufferPool) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        plan: HaloPlan,
+        rows: Tensor,
+        dim: int,
+        pool: BufferPool,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._plan = plan
-        inner = rows.movedim(1, -1)
-        axis = dim - 1  # channels now stand last
-        sends = [Message(inner.narrow(axis, send.start - plan.own[0], send.rows), send.peer) for send in plan.sends]
+        axis = dim - 1  # channels stand last in what travels
+        sends = []
+        for send in plan.sends:
+            piece = rows.narrow(dim, send.start - plan.own[0], send.rows)
+            piece = piece if prepare is None else prepare(piece)
+            sends.append(Message(piece.movedim(1, -1), send.peer))
         self._buffers = []
         receives = []
         for receive in plan.receives:
-            shape = list(inner.shape)
+            shape = list(rows.movedim(1, -1).shape)
             shape[axis] = receive.rows
             buffer = pool.take(("halo", receive.peer), shape, rows)
             receives.append(Message(buffer, receive.peer))

@@ -1,0 +1,132 @@
+"""Plain convolutions of an input that holds all that they read, into memory that is there where there is some.
+
+On a CPU the fresh pages of a large map take longer than the arithmetic that fills it once. oneDNN can add a convolution
+to what already stands in a map, which saves the sum of a residual block its map and its pass over memory as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class Result:
+    """Memory for the result of the next convolution.
+
+    Args:
+        memory: of the result's shape, [b, c, h, w] or [b, c, t, h, w], channels_last.
+        adds: add to what stands in ``memory``; else write over it.
+        taken: set by the convolution that has used it.
+    """
+
+    memory: Tensor
+    adds: bool = False
+    taken: bool = False
+
+
+def uses_onednn(x: Tensor) -> bool:
+    """True where oneDNN is there for ``x`` and has not been switched off."""
+    onednn = torch.backends.mkldnn
+    return x.device.type == "cpu" and x.dtype == torch.float32 and onednn.is_available() and bool(onednn.enabled)
+
+
+def adds_convolutions(x: Tensor) -> bool:
+    """True where oneDNN can add a convolution of ``x`` to a map: float32 on CPUs, outside of autocast.
+
+    The operator is the one that torch's own compiler calls for this sum.
+    """
+    there = uses_onednn(x) and hasattr(torch.ops.mkldnn, "_convolution_pointwise_")
+    return there and not torch.is_autocast_enabled("cpu")
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilations: Sequence[int],
+    groups: int = 1,
+    result: Result | None = None,
+) -> Tensor:
+    """Convolve [b, c, h, w] or [b, c, t, h, w]; into ``result`` where that has the shape and the device can.
+
+    Args:
+        weight: [c', c / groups, (kt,) kh, kw].
+        strides: and ``padding`` and ``dilations``: one number for each axis but the first two.
+    """
+    if result is not None and adds_convolutions(x) and weight.dtype == x.dtype:
+        shape = out_shape(x, weight, strides, padding, dilations)
+        fits = tuple(result.memory.shape) == shape and result.memory.dtype == x.dtype
+        if fits and _is_dense(result.memory) and _is_dense(x):  # of others oneDNN's sum would be a copy's
+            result.taken = True
+            out = result.memory if result.adds else result.memory.zero_()
+            _add_convolution(out, x, weight, bias, strides, padding, dilations, groups)
+            return out
+    if x.ndim == 4:
+        return F.conv2d(x, weight, bias, tuple(strides), tuple(padding), tuple(dilations), groups)
+    if uses_onednn(x):
+        # conv3d itself leaves oneDNN for a kernel five times slower where b * c * t * h is at most 20480.
+        return torch.mkldnn_convolution(x, weight, bias, tuple(padding), tuple(strides), tuple(dilations), groups)
+    return F.conv3d(x, weight, bias, tuple(strides), tuple(padding), tuple(dilations), groups)
+
+
+def mix_channels(x: Tensor, weight: Tensor, bias: Tensor | None, result: Result | None = None) -> Tensor:
+    """A 1x1 convolution of a channels_last map, as a product of matrices; into ``result`` where that has the shape.
+
+    Args:
+        weight: [c', c, 1, ...].
+    """
+    inner = x.movedim(1, -1)
+    matrix = weight.flatten(1)
+    shape = (x.shape[0], weight.shape[0], *x.shape[2:])
+    # Under autocast, which products with ``out`` do not know, the weight is of another dtype.
+    if result is None or tuple(result.memory.shape) != shape or not weight.dtype == x.dtype == result.memory.dtype:
+        return F.linear(inner, matrix, bias).movedim(-1, 1)
+    result.taken = True
+    rows = result.memory.movedim(1, -1).flatten(0, -2)
+    flat = inner.flatten(0, -2)
+    if result.adds:
+        rows.addmm_(flat, matrix.t())
+        if bias is not None:
+            rows.add_(bias)
+    elif bias is None:
+        torch.mm(flat, matrix.t(), out=rows)
+    else:
+        torch.addmm(bias, flat, matrix.t(), out=rows)
+    return result.memory
+
+
+def out_shape(
+    x: Tensor, weight: Tensor, strides: Sequence[int], padding: Sequence[int], dilations: Sequence[int]
+) -> tuple[int, ...]:
+    """The shape of a convolution's result."""
+    axes = zip(x.shape[2:], weight.shape[2:], strides, padding, dilations, strict=True)
+    sizes = [(size + 2 * pad - dilation * (taps - 1) - 1) // step + 1 for size, taps, step, pad, dilation in axes]
+    return x.shape[0], weight.shape[0], *sizes
+
+
+def _is_dense(x: Tensor) -> bool:
+    """True for a channels_last map without gaps."""
+    return x.movedim(1, -1).is_contiguous()
+
+
+def _add_convolution(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    strides: Sequence[int],
+    padding: Sequence[int],
+    dilations: Sequence[int],
+    groups: int,
+) -> None:
+    """``out += convolution(x)``, by oneDNN, without a map of its own."""
+    torch.ops.mkldnn._convolution_pointwise_.binary(
+        out, x, weight, bias, padding, strides, dilations, groups, "add", 1.0, None, [], None
+    )
