@@ -174,7 +174,12 @@ def with_batch(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _name_variable(parameter: inspect.Parameter) -> None:
-    """Name the environment variable of an option whose parameter had to avoid a word of Python."""
+    """Name the environment variable of an option whose parameter had to avoid a word of Python.
+
+    They are not shown with each option: the help says once how they are called.
+    """
     for part in getattr(parameter.annotation, "__metadata__", ()):
+        if isinstance(part, OptionInfo):
+            part.show_envvar = False
         if parameter.name.endswith("_") and isinstance(part, OptionInfo) and part.envvar is None:
             part.envvar = f"VAEPAR_{config.plain(parameter.name).upper()}"

@@ -56,8 +56,9 @@ def unknown_variables(ctx: typer.Context, environment: Mapping[str, str]) -> lis
     options = {plain(param.name or "").upper() for param in params}
     lines = []
     for name in sorted(environment):
-        option = name.removeprefix(_VARIABLES)
-        if option == name or option in options or name in _NOT_OPTIONS:
+        option = name[len(_VARIABLES) :]
+        known = name.startswith(_VARIABLES) and (option in options or name in _NOT_OPTIONS)
+        if known or not name.upper().startswith(_VARIABLES):
             continue
         close = difflib.get_close_matches(option.upper(), options, 1)
         guess = f"; did you mean {_VARIABLES}{close[0]}?" if close else ""

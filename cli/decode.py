@@ -9,7 +9,7 @@ import typer
 
 from vaepar.jobs.request import FORMATS, DecodeRequest, VideoSettings
 from vaepar.latents import LatentLayout, LatentRequest, LatentState
-from vaepar.media import CODECS, parse_fps
+from vaepar.media import CODECS, PNG_LEVEL, parse_fps
 
 from . import options
 from .batch import Batch
@@ -49,13 +49,29 @@ Fps = Annotated[
     str | None,
     typer.Option(help="Frames per second, as 24 or 24000/1001 (default: the file's).", rich_help_panel=OUTPUT),
 ]
-Crf = Annotated[int | None, typer.Option(help="Quality of MP4, 0 to 51.", rich_help_panel=OUTPUT)]
-Codec = Annotated[str | None, typer.Option(help=f"One of {', '.join(CODECS)}.", rich_help_panel=OUTPUT)]
-PixFmt = Annotated[
-    str | None, typer.Option(help="Pixel format of videos, as yuv420p or yuv444p.", rich_help_panel=OUTPUT)
+_X264 = CODECS["libx264"]
+_CRFS = ", ".join(f"{codec.crf[2]} with {name}" for name, codec in CODECS.items() if codec.crf)
+Crf = Annotated[
+    int | None, typer.Option(help=f"Quality of MP4, 0 (lossless) to 51 (default: {_CRFS}).", rich_help_panel=OUTPUT)
 ]
-Preset = Annotated[str | None, typer.Option(help="Speed of the encoder.", rich_help_panel=OUTPUT)]
-PngLevel = Annotated[int | None, typer.Option(help="Compression, 0 to 9.", rich_help_panel=OUTPUT)]
+Codec = Annotated[
+    str | None,
+    typer.Option(help=f"One of {', '.join(CODECS)} (default: libx264 for MP4).", rich_help_panel=OUTPUT),
+]
+PixFmt = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Pixel format of videos, as yuv420p or yuv444p (default: {_X264.pix_fmts[0]} for MP4).",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(help=f"Speed of the encoder, ultrafast to placebo (default: {_X264.preset}).", rich_help_panel=OUTPUT),
+]
+PngLevel = Annotated[
+    int | None, typer.Option(help=f"Compression of PNG, 0 to 9 (default: {PNG_LEVEL}).", rich_help_panel=OUTPUT)
+]
 AllowNonfinite = Annotated[
     bool, typer.Option(help="Write NaN and infinity as black instead of failing.", rich_help_panel=OUTPUT)
 ]

@@ -9,7 +9,7 @@ import typer
 
 from vaepar.jobs.request import TARGETS, EncodeRequest
 from vaepar.latents import LatentLayout, LatentState
-from vaepar.media import parse_fps, parse_frames
+from vaepar.media import PictureRules, parse_fps, parse_frames
 
 from . import options
 from .batch import Batch
@@ -34,7 +34,11 @@ FramesFit = Annotated[
     str, typer.Option(help="Frame counts that it cannot take: error, trim, pad.", rich_help_panel=INPUT)
 ]
 MaxPixels = Annotated[
-    int | None, typer.Option(help="Largest picture that is read, width times height.", rich_help_panel=INPUT)
+    int | None,
+    typer.Option(
+        help=f"Largest picture that is read, width times height (default: {PictureRules().max_pixels}).",
+        rich_help_panel=INPUT,
+    ),
 ]
 Posterior = Annotated[str, typer.Option(help="mode (deterministic) or sample.", rich_help_panel=OUTPUT)]
 Seed = Annotated[

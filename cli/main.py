@@ -19,6 +19,8 @@ from vaepar.launch import World, prepare_process
 
 from . import bench, decode, encode, env, inspect, models
 from .batch import with_batch
+from .help import FROM_ENVIRONMENT, GroupedCommand
+from .mistyped import MistypedError, usage_line
 from .output import complain
 
 # A command only checks its flags and appends its work here, so that a mistyped flag ends on every rank before any
@@ -29,14 +31,17 @@ app = typer.Typer(
     name="vaepar",
     help="Decode saved diffusion latents to pictures and videos, in parallel and exactly.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 # Each option of these two can be given as VAEPAR_NAME too.
-app.command("decode", context_settings={"auto_envvar_prefix": "VAEPAR"})(with_batch(decode.command))
-app.command("encode", context_settings={"auto_envvar_prefix": "VAEPAR"})(with_batch(encode.command))
-app.command("bench")(bench.command)
-app.command("inspect")(inspect.command)
+for _name, _command in (("decode", decode.command), ("encode", encode.command)):
+    app.command(_name, cls=GroupedCommand, context_settings={"auto_envvar_prefix": "VAEPAR"}, epilog=FROM_ENVIRONMENT)(
+        with_batch(_command)
+    )
+app.command("bench", cls=GroupedCommand)(bench.command)
+app.command("inspect", cls=GroupedCommand)(inspect.command)
 app.command("models")(models.command)
 app.command("env")(env.command)
 
@@ -68,9 +73,10 @@ def _run(arguments: Sequence[str]) -> int:
         code = _parse(arguments, work, speaks=world.rank == 0)
         return work[0](arguments) if work and code == 0 else code
     except VaeparError as error:
+        ended = _stop_within(error) or error  # a peer that stops a moment earlier is lost to this rank
         if _is_first():
-            complain(str(error))
-        return error.exit_code
+            complain(str(ended))
+        return ended.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -86,10 +92,16 @@ def _run(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str], work: list[Work], *, speaks: bool) -> int:
     with contextlib.nullcontext() if speaks else _muted():
         try:
-            app(list(arguments), prog_name="vaepar", obj=work)
-        except SystemExit as end:
-            return int(end.code or 0) if not isinstance(end.code, str) else 1
-    return 0
+            code = app(list(arguments), prog_name="vaepar", obj=work, standalone_mode=False)
+        except MistypedError as error:
+            if arguments:
+                complain(usage_line(error, arguments))
+            else:
+                error.show()  # the whole help
+            return int(error.exit_code)
+        except typer.Exit as end:
+            return int(end.exit_code)
+    return code if isinstance(code, int) else 0
 
 
 @contextlib.contextmanager

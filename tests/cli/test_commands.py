@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 
 from tests.cli.conftest import save_latent, wan_latent
 from vaepar import __version__
-from vaepar.cli.main import run
+from vaepar.cli.main import app, run
+from vaepar.media import PictureRules
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,6 +24,72 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pixels" in shown
     assert "--tile-stride" in shown
     assert run([]) == 2
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+@pytest.mark.parametrize("command", ["decode", "encode", "bench", "inspect"])
+def test_help_has_every_name_whole(
+    command: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run([command, "-h"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    names = {name for option in command_named(command).params for name in option.opts if name.startswith("--")}
+    words = {word.strip(",") for line in lines for word in line.split()}
+    assert names <= words
+    assert "…" not in "".join(lines)
+
+
+def command_named(name: str) -> Any:
+    return typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+
+
+def test_help_tells_what_is_usual(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["decode", "-h"])
+    run(["encode", "-h"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "19 with libx264",
+        "libx264 for MP4",
+        "yuv420p for MP4",
+        "(default: medium)",
+        "owner/name[@revision]",
+    ):
+        assert words in shown
+    assert f"(default: {PictureRules().max_pixels})" in shown
+    assert "Each option can be given as VAEPAR_NAME too" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        (["decode", "x", "-m", "demo", "--ranks", "2x"], {}, "--ranks is '2x': "),
+        (["decode", "x", "-m", "demo", "--ranks=2x"], {}, "--ranks is '2x': "),
+        (["decode", "x", "-m", "demo"], {"VAEPAR_RANKS": "abc"}, "VAEPAR_RANKS is 'abc': "),
+        (["decode", "x", "-m", "demo", "--timeout", "0"], {}, "--timeout is '0': "),
+        (["decode", "x", "--modle", "demo"], {}, "No such option: --modle"),
+        (["decode", "x"], {}, "--model is missing; vaepar decode -h tells what there is"),
+        (["decode", "x", "-m"], {}, "'-m' requires an argument"),
+        (["decod", "x"], {}, "No such command 'decod'"),
+        (["inspect"], {}, "files is missing"),
+        (["bench", "--threads", "a\x1bb"], {}, "--threads is 'a\\x1bb': "),
+    ],
+)
+def test_mistyped_lines_are_told_in_one(
+    arguments: list[str],
+    variables: dict[str, str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VAEPAR_MODEL", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert run(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vaepar: ")
+    assert words in line
 
 
 def test_models_are_data(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,20 @@ def test_one_bad_file_does_not_stop_the_others(tmp_path: Path, decode: Decode) -
     assert "Traceback" not in outcome.err
 
 
+def test_links_to_nothing_in_a_folder_fail_by_name(tmp_path: Path, decode: Decode) -> None:
+    folder = tmp_path / "in"
+    save_latent(folder / "a.safetensors", wan_latent(frames=1))
+    (folder / "b.safetensors").symlink_to("nowhere.safetensors")
+    (folder / "c.safetensors").symlink_to("c.safetensors")
+    (folder / "d.txt").symlink_to("nowhere")
+    outcome = decode([folder], "wan", "--state", "norm")
+    assert outcome.code == 3
+    assert outcome.row("a.safetensors")["status"] == "ok"
+    assert "b.safetensors: cannot be read: No such file" in outcome.err
+    assert "c.safetensors: cannot be read: Too many levels" in outcome.err
+    assert "d.txt" not in outcome.err
+
+
 def test_nan_in_a_latent_warns_with_counts_and_writes_nothing(tmp_path: Path, decode: Decode) -> None:
     latents = wan_latent(frames=1)
     latents[0, 3, 0, 2, 2] = float("nan")

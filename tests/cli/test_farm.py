@@ -146,7 +146,7 @@ def test_configuration_files(
         ("[bench]\nx = 1", "there are decode and encode"),
         ("config = 'x'", "no option"),
         ("= 3", "cannot be read"),
-        ("ranks = 'two'", "--ranks"),
+        ("ranks = 'two'", "--ranks is 'two'"),
     ):
         config.write_text(text)
         outcome = decode(files[:1], "kl", "--config", str(config))
@@ -158,7 +158,7 @@ def test_configuration_files(
 def test_variables_that_are_no_options(files: list[Path], decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = (Path(__file__).parents[2] / "scripts" / "environment").read_text()
     known = {"VAEPAR_PREVIEW", "VAEPAR_FORMAT", *re.findall(r"VAEPAR_[A-Z_]+", scripts)}
-    for name in ("VAEPAR_TILE_SIZ", "VAEPAR_ZZZ", "VAEPAR_FAMILY", "VAEPAR_INPUTS", *known):
+    for name in ("VAEPAR_TILE_SIZ", "VAEPAR_ZZZ", "VAEPAR_FAMILY", "VAEPAR_INPUTS", "vaepar_mode", *known):
         monkeypatch.setenv(name, "auto")
     outcome = decode(files[:1], "kl", "--state", "raw")
     assert outcome.code == 0, outcome.err
@@ -168,6 +168,7 @@ def test_variables_that_are_no_options(files: list[Path], decode: Decode, monkey
     assert "VAEPAR_ZZZ is set and no option is called so" in err
     assert "VAEPAR_FAMILY is set" in err  # an option of the bench, which reads no variables
     assert "VAEPAR_INPUTS is set" in err
+    assert "vaepar_mode is set and no option is called so; did you mean VAEPAR_MODE?" in err
     assert not any(f"{name} is set" in err for name in known)
     assert "VAEPAR" not in decode(files[:1], "kl", "--state", "raw", "--overwrite", "--quiet").err
 

@@ -142,6 +142,18 @@ def test_a_killed_rank_without_restarts_is_reported(victim: int, tmp_path: Path,
     assert ".cc:" not in errors  # a line of the backend's source code
 
 
+def test_files_under_way_when_a_rank_is_killed_are_told(tmp_path: Path, files: Path, wan: Path) -> None:
+    with running(decode(files, wan, "out", "--ranks", "2", "--vae-parallel-size", "2"), tmp_path) as process:
+        first_output(tmp_path / "out")
+        next(p for p in ranks_of(process) if p.environ()["RANK"] == "1").kill()
+        assert process.wait(240) == 137, (tmp_path / "stderr").read_text()
+    rows = json.loads((tmp_path / "out.json").read_text())["files"]
+    statuses = [row["status"] for row in rows]
+    assert 1 <= statuses.count("dropped") <= 2  # the one that is worked on, and the one before it that is still written
+    assert statuses == sorted(statuses, key=["ok", "dropped", "not tried"].index)
+    assert all("vanished" in row["error"] and row["exit_code"] for row in rows if row["status"] == "dropped")
+
+
 def test_a_killed_launcher_leaves_no_ranks_and_no_stack(tmp_path: Path, files: Path, wan: Path) -> None:
     """The ranks see that their launcher is gone, and stop as if they had been asked to."""
     with running(decode(files, wan, "out", "--ranks", "2", "--grace", "0"), tmp_path) as process:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -113,3 +118,55 @@ def test_weights_too_large_for_the_dtype_are_refused(tmp_path: Path) -> None:
     save(tmp_path, 1e6)
     with pytest.raises(ModelError, match=r"decoder\.conv_out\.bias holds NaN or infinity in float16"):
         load_model(locate_model(str(tmp_path)), torch.float16, torch.device("cpu"), SoloGroup())
+
+
+_HUB_ANSWERS = {"missing": (404, "RepoNotFound"), "gated": (403, "GatedRepo"), "other": (404, "RevisionNotFound")}
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """A hub that refuses, as the real one does: by status and by a header."""
+
+    def do_GET(self) -> None:
+        status, code = next(answer for owner, answer in _HUB_ANSWERS.items() if owner in self.path)
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET  # noqa: N815  # as the server calls it
+
+    def log_message(self, *args: object) -> None:
+        return None
+
+
+_ASK = """
+import sys
+from vaepar.errors import ModelError
+from vaepar.jobs.models import locate_model
+for name in sys.argv[1:]:
+    try:
+        locate_model(name)
+    except ModelError as error:
+        print(error)
+"""
+
+
+def asked(endpoint: str, cache: Path, *names: str) -> list[str]:
+    """What is said of models of a hub at that address. The client reads its address once, so in a new process."""
+    settings = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", _ASK, *names]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.splitlines()
+
+
+def test_why_the_hub_gives_no_model(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        here = f"http://127.0.0.1:{server.server_port}"
+        missing, gated, other = asked(here, tmp_path, "missing/name", "gated/name", "other/name@main2")
+        server.shutdown()
+    (lost,) = asked(here, tmp_path, "missing/name")
+    assert missing.startswith("model missing/name cannot be had from the hub: there is no such repository")
+    assert "a licence" in gated
+    assert "it has no such revision" in other
+    assert lost.endswith("it cannot be reached, and the model is not in the local cache")

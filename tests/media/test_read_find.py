@@ -82,6 +82,18 @@ def test_a_sequence_whose_name_says_nothing_is_called_after_its_folder(tmp_path:
     assert (item.kind, item.stem, len(item.files)) == ("sequence", "walk", 3)
 
 
+def test_links_to_nothing_in_a_folder_are_told(tmp_path: Path) -> None:
+    touch(tmp_path, "a.png")
+    (tmp_path / "b.png").symlink_to("nowhere.png")
+    (tmp_path / "c.mp4").symlink_to("c.mp4")
+    (tmp_path / "d.txt").symlink_to("nowhere")
+    items = find_media([tmp_path])
+    assert [item.path.name for item in items] == ["a.png", "b.png", "c.mp4"]
+    for item in items[1:]:
+        with pytest.raises(InputError, match=item.path.name):
+            open_source(item, PictureRules())
+
+
 @pytest.mark.parametrize("pattern", ["shot.%04d.png", "shot.####.png", "shot.#.png"])
 def test_a_pattern_is_a_sequence(tmp_path: Path, pattern: str) -> None:
     touch(tmp_path, *(f"shot.{i:04d}.png" for i in range(8, 13)), "other.0001.png", "shot.0001.jpg", "shot.x.png")

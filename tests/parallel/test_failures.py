@@ -28,7 +28,7 @@ from vaepar.errors import (
 )
 from vaepar.parallel.agreement import agreed
 from vaepar.parallel.executor import DistributedOperator, DistributedVaeExecutor, GridSpec, TileTask, assign
-from vaepar.parallel.group import Message, RankGroup
+from vaepar.parallel.group import Message, RankGroup, SoloGroup
 from vaepar.parallel.halo import gather_parts
 from vaepar.parallel.loopback import run_loopback
 from vaepar.parallel.shards import split_rows
@@ -86,6 +86,12 @@ def scenario(group: RankGroup, stage: str, rank: int, kind: str) -> tuple[str, s
     seconds = time.monotonic() - started
     again = executor.execute(z, operator, broadcast_result=True)
     return *caught, seconds, torch.equal(again, torch.cat([z * 2, z * 2 + 2], dim=2))
+
+
+def test_memory_that_a_cpu_lacks_is_told_in_our_words() -> None:
+    with pytest.raises(DeviceMemoryError) as caught, agreed(SoloGroup(), "latents"):
+        torch.empty(2**52, dtype=torch.uint8)
+    assert str(caught.value) == "out of memory in latents: 4.194e+06 GiB were asked for at once"
 
 
 def assert_all_failed(results: list[Any], rank: int, kind: str) -> None:

@@ -60,7 +60,7 @@ def select(
     tile = VaeParallelMode.TILE.value
     extents: dict[Axis, int] = {"height": height, "width": width}
     if mode is VaeParallelMode.TILE:
-        return Selection(mode=tile, reason="asked for, or nothing else was")
+        return Selection(mode=tile, reason="asked for (tile is the default)")
     if size != group_size:
         why = f"a spatial shard needs all {group_size} ranks of the group, and {size} share a request"
         refused = None if mode is VaeParallelMode.AUTO else why

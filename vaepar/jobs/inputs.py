@@ -112,9 +112,13 @@ def _expand(text: str, recursive: bool) -> Iterable[tuple[Path, Path | None]]:
 
 
 def _is_latent(path: Path, top: Path) -> bool:
-    """Whether a file found in a folder is one to decode; hidden files and folders (``._x`` of macOS) are not."""
+    """Whether a file found in a folder is one to decode; hidden files and folders (``._x`` of macOS) are not.
+
+    A link to nothing is: that it cannot be read is told.
+    """
     hidden = any(part.startswith(".") for part in path.relative_to(top).parts)
-    return not hidden and path.suffix.lower() in SUFFIXES and path.is_file()
+    there = path.is_file() or (path.is_symlink() and not path.exists())
+    return not hidden and path.suffix.lower() in SUFFIXES and there
 
 
 def _missing(text: str) -> str:
@@ -127,7 +131,10 @@ def _missing(text: str) -> str:
 
 
 def _base(path: Path, folder: Path | None, out: Path, name: str, index: int) -> Path:
-    parent = path.resolve().parent.name
+    try:
+        parent = path.resolve().parent.name
+    except (OSError, RuntimeError):  # a link that leads back to itself
+        parent = path.absolute().parent.name
     below = path.parent.relative_to(folder) if folder is not None else Path()
     return out / below / name.format(stem=path.stem, parent=parent, index=f"{index:05d}")
 

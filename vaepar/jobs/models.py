@@ -244,11 +244,24 @@ def _from_hub(spec: str, variant: str | None, allow_download: bool) -> Path:
             snapshot_download(repo, revision=revision or None, allow_patterns=patterns, local_files_only=offline)
         )
     except Exception as error:  # the client's own errors and those of three network layers below it
-        words = shown(" ".join(str(error).split()))
         if offline:
             how = "downloads are off (HF_HUB_OFFLINE or --no-download)"
             raise ModelError(f"model {shown(spec)} is not in the local cache, and {how}") from error
-        raise ModelError(f"model {shown(spec)} cannot be had from the hub: {type(error).__name__}: {words}") from error
+        raise ModelError(f"model {shown(spec)} cannot be had from the hub: {_hub_words(error)}") from error
+
+
+def _hub_words(error: BaseException) -> str:
+    """Why the hub did not give a model; the client's own words where there is no better one."""
+    kinds = {cls.__name__ for cls in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return "it asks for a licence to be accepted and a token (HF_TOKEN)"
+    if "RevisionNotFoundError" in kinds:
+        return "it has no such revision"
+    if "RepositoryNotFoundError" in kinds:
+        return "there is no such repository, or it is private and no token (HF_TOKEN) opens it"
+    if kinds & {"LocalEntryNotFoundError", "ConnectionError", "ConnectError", "ConnectTimeout", "OfflineModeIsEnabled"}:
+        return "it cannot be reached, and the model is not in the local cache"
+    return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
 
 
 @contextmanager

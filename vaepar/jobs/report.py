@@ -24,10 +24,10 @@ class Row:
 
     Args:
         path: the input.
-        status: ``ok``, ``skipped`` (its outputs were there), ``failed``, ``dropped`` (the run was stopped meanwhile) or
+        status: ``ok``, ``skipped`` (its outputs were there), ``failed``, ``dropped`` (the run ended meanwhile) or
             ``not tried`` (the run ended before); in a dry run ``due`` (it would be worked on).
         outputs: files (or sequence folders) that are there now.
-        error, exit_code: of a failed file.
+        error, exit_code: of a failed file, and of one that a lost rank left unfinished.
         mode, mode_reason: the parallel mode that was really used, and why.
         width, height, frames, fps: of the outputs.
         seconds: wall time from reading to the last write.

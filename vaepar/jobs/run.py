@@ -68,6 +68,7 @@ class BatchRun(ABC):
         self.ledger: Ledger
         self.vae: Any = None
         self._retreats: list[str] = []
+        self._under_way: list[Row] = []  # of files that this rank has begun
         self._live: list[Outputs] = []  # of files that are not settled; nothing of them is left after a lost rank
         self.full = False  # a disk without space: the next file would fail alike, after as much work
         self.report = RunReport(
@@ -106,6 +107,8 @@ class BatchRun(ABC):
             for row in self.report.rows:
                 if row.status not in ("ok", "skipped"):
                     row.outputs = []
+                if row.status == "not tried" and row in self._under_way:
+                    row.status, row.error, row.exit_code = "dropped", str(error), self.report.ended_by
             with contextlib.suppress(OutputError):  # what ended the run is what must be told
                 self._write_report(started)
             raise
@@ -288,6 +291,7 @@ class BatchRun(ABC):
         """Work on one file. None when it failed (then its row says so and nothing is left of it)."""
         row, started = task.row, time.monotonic()
         row.group = self.ledger.number
+        self._under_way.append(row)
         self._retreats = []
         reset_peak(self.group.device)
         self.stop.begin()

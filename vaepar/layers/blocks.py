@@ -127,11 +127,16 @@ def _read_once(
     context: ShardContext, conv: nn.Module, norm: nn.Module, x: Tensor, convolve: Callable[[], Tensor]
 ) -> Tensor:
     """What ``convolve`` makes by ``conv`` of a map like ``x``, good until ``norm`` has read it."""
-    if isinstance(conv, _CONVOLUTIONS) and isinstance(norm, _NORMS) and _is_plain(conv):
-        context.open_result(context.passing_result((x.shape[0], conv.out_channels, *x.shape[2:]), x))
-    out = convolve()
-    context.open_result(None)  # for others than convolutions, which leave it open
-    return out
+    if not (isinstance(conv, _CONVOLUTIONS) and isinstance(norm, _NORMS) and _is_plain(conv)):
+        return convolve()
+
+    def into(result: Result | None) -> Tensor:
+        context.open_result(result)
+        out = convolve()
+        context.open_result(None)
+        return out
+
+    return context.read_once((x.shape[0], conv.out_channels, *x.shape[2:]), x, into)
 
 
 def _with_shortcut(

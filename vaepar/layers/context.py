@@ -144,6 +144,22 @@ class ShardContext:
             return None
         return Result(self.pool.result((shape[0], *shape[2:], shape[1]), like).movedim(-1, 1))
 
+    def read_once(self, shape: Sequence[int], like: Tensor, convolve: Callable[[Result | None], Tensor]) -> Tensor:
+        """What ``convolve`` makes, of that shape and read before the next convolution, in memory that is kept for such.
+
+        Where there is none yet, what a convolution makes afresh is kept: filling memory with zeros for it takes longer.
+        """
+        if not (self.overwrites and adds_convolutions(like)):
+            return convolve(None)
+        held = self.pool.held_result((shape[0], *shape[2:], shape[1]), like)
+        result = None if held is None else Result(held.movedim(-1, 1))
+        if result is None:
+            self.pool.give_result()
+        out = convolve(result)
+        if result is None or not result.taken:
+            self.pool.keep_result(out)
+        return out
+
     def give_own(self, x: Tensor) -> None:
         """Let the next activation write over ``x``, which nobody else will read; hooks might."""
         if self.overwrites:

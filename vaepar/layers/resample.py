@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -96,8 +97,8 @@ def upsample_conv(context: ShardContext, x: Tensor, conv: nn.Conv2d) -> Tensor:
         memory_format=torch.channels_last,
     )
     for a, kernel in enumerate(kernels):  # even rows, then odd ones: both at once would be a second map of this size
-        shape = out_shape(x, kernel, (1, 1), padding, (1, 1))
-        phases = convolve(x, kernel, bias, (1, 1), padding, (1, 1), result=context.passing_result(shape, x))
+        make = partial(convolve, x, kernel, bias, (1, 1), padding, (1, 1), 1)
+        phases = context.read_once(out_shape(x, kernel, (1, 1), padding, (1, 1)), x, make)
         for b, part in enumerate(phases.split(channels, 1)):
             out[:, :, a::2, b::2].copy_(part[:, :, a : a + height, b : b + width])
         del phases, part

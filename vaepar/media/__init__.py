@@ -3,7 +3,7 @@
 from vaepar.atomic import remove_stale_temps
 from vaepar.media.background import BackgroundSink
 from vaepar.media.find import MediaItem, find_media
-from vaepar.media.formats import CODECS, OutputFormat, parse_fps
+from vaepar.media.formats import CODECS, PNG_LEVEL, OutputFormat, parse_fps
 from vaepar.media.frame_range import FrameRange, parse_frames
 from vaepar.media.input import open_source, peek
 from vaepar.media.output import is_complete, open_sink
@@ -13,6 +13,7 @@ from vaepar.media.source import FrameSource, PictureRules
 
 __all__ = [
     "CODECS",
+    "PNG_LEVEL",
     "BackgroundSink",
     "FrameRange",
     "FrameSink",

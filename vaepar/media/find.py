@@ -203,4 +203,6 @@ def _problem(path: Path, text: str) -> MediaItem:
 
 
 def _is_media(path: Path) -> bool:
-    return path.suffix.lower() in PICTURE_SUFFIXES + VIDEO_SUFFIXES and path.is_file()
+    """Whether a file is one to encode. A link to nothing is: that it cannot be read is told."""
+    there = path.is_file() or (path.is_symlink() and not path.exists())
+    return path.suffix.lower() in PICTURE_SUFFIXES + VIDEO_SUFFIXES and there

@@ -29,6 +29,9 @@ class _Codec:
     preset: str | None
 
 
+PNG_LEVEL = 1
+"""The usual zlib level of PNG."""
+
 CODECS: dict[str, _Codec] = {
     "libx264": _Codec(kind="mp4", pix_fmts=_YUV, crf=(0, 51, 19), preset="medium"),
     "libx265": _Codec(kind="mp4", pix_fmts=_YUV, crf=(0, 51, 20), preset="medium"),
@@ -118,7 +121,7 @@ class OutputFormat:
                 raise UsageError(f"{name} is {getattr(self, name)!r}; {self.kind} has none, only video has")
         if self.kind == "png" and self.fps is not None:
             raise UsageError(f"fps is {self.fps}; one picture (png) has none, only video and png-sequence have")
-        self._set("png_level", _whole("png_level", 1 if self.png_level is None else self.png_level, 0, 9))
+        self._set("png_level", _whole("png_level", PNG_LEVEL if self.png_level is None else self.png_level, 0, 9))
 
     def _check_video(self) -> None:
         if self.png_level is not None:

@@ -7,6 +7,7 @@ control plane and compare outcomes. Nobody waits for a timeout, and the group is
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -107,6 +108,14 @@ def _describe(stage: str, error: BaseException | None) -> str:
     return json.dumps({"stage": stage, "type": type(error).__name__, "words": words[:2000]})
 
 
+def _memory_words(words: str) -> str:
+    """What PyTorch says of a failed allocation on a CPU, without its line of source code; other words as they are."""
+    asked = re.search(r"tried to allocate (\d+) bytes", words)
+    if asked is None:
+        return words or "no details"
+    return f"{int(asked[1]) / 2**30:.4g} GiB were asked for at once"
+
+
 def _rebuild(told: dict[str, str], source: int, group: RankGroup, error: BaseException | None) -> VaeparError:
     """The exception to raise here for what rank ``source`` told. Our own classes are raised again as themselves."""
     where = f"rank {source}: " if group.size > 1 else ""
@@ -118,7 +127,7 @@ def _rebuild(told: dict[str, str], source: int, group: RankGroup, error: BaseExc
     fake = RuntimeError(told["words"])
     if told["type"] in ("MemoryError", "OutOfMemoryError") or is_out_of_memory(fake):
         # No cause is attached: its traceback would keep alive the tensors that filled the memory.
-        return DeviceMemoryError(f"{where}out of memory in {told['stage']}: {told['words'] or 'no details'}")
+        return DeviceMemoryError(f"{where}out of memory in {told['stage']}: {_memory_words(told['words'])}")
     failure = errors.StageFailedError(f"{where}{told['stage']} failed: {told['type']}: {told['words']}")
     if group.rank == source:
         failure.__cause__ = error

@@ -51,13 +51,26 @@ class BufferPool:
 
         It has exactly this shape: a block may keep it (:meth:`give_result`), and no more memory with it.
         """
-        held = self._result
-        count = math.prod(shape)
-        if held is None or (held.numel(), held.dtype, held.device) != (count, like.dtype, like.device):
-            self._result = held = None  # before the new one is made
+        held = self.held_result(shape, like)
+        if held is None:
+            self.give_result()  # before the new one is made
             with torch.inference_mode(False):
-                self._result = held = torch.empty(count, dtype=like.dtype, device=like.device)
-        return held.view(tuple(shape))
+                held = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+            self._result = held.view(-1)
+        return held
+
+    def held_result(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
+        """The buffer of :meth:`result` if it is there and of that shape."""
+        held, wanted = self._result, (math.prod(shape), like.dtype, like.device)
+        return (
+            held.view(tuple(shape)) if held is not None and (held.numel(), held.dtype, held.device) == wanted else None
+        )
+
+    def keep_result(self, x: Tensor) -> None:
+        """Make the memory of ``x``, [B, C, ...] and channels_last, the buffer of :meth:`result`."""
+        inner = x.movedim(1, -1)
+        if inner.is_contiguous() and not x.is_inference():  # a later step may be taken outside of that mode
+            self._result = inner.view(-1)
 
     def give_result(self) -> None:
         """Forget the buffer for results: to whoever holds it still, it belongs now."""
