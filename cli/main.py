@@ -99,8 +99,8 @@ def _parse(arguments: Sequence[str], work: list[Work], *, speaks: bool) -> int:
             else:
                 error.show()  # the whole help
             return int(error.exit_code)
-        except typer.Exit as end:
-            return int(end.exit_code)
+        except SystemExit as end:  # of a broken pipe
+            return int(end.code or 0) if not isinstance(end.code, str) else 1
     return code if isinstance(code, int) else 0
 
 

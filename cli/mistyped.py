@@ -29,10 +29,12 @@ def usage_line(error: Any, arguments: Sequence[str]) -> str:
 
 def _found(context: Any, parameter: Any, arguments: Sequence[str]) -> tuple[str, str | None]:
     """Where a parameter's value came from, and the value; None when it has none."""
-    for place, argument in enumerate(arguments):
-        flag, equals, value = argument.partition("=")
+    given = list(arguments)
+    given = given[: given.index("--")] if "--" in given else given
+    for place in reversed(range(len(given))):  # the last one counts
+        flag, equals, value = given[place].partition("=")
         if flag in parameter.opts:
-            after = arguments[place + 1] if place + 1 < len(arguments) else None
+            after = given[place + 1] if place + 1 < len(given) else None
             return flag, value if equals else after
     variable = None if context is None else parameter.resolve_envvar_value(context)
     if variable is not None:

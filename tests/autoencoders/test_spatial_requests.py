@@ -372,10 +372,18 @@ def test_autocast(family: str) -> None:
     assert (chunk - exact).abs().mean() <= 2 * (wanted - exact).abs().mean()
 
 
-def test_a_request_may_leave_inference_mode() -> None:
-    vae, z = ADAPTERS["wan21"](), latent("wan21", 4, 4, frames=4)
-    chunks = shard_decode_chunks(vae, z, SoloGroup(), "width", frames_per_step=1)
-    with torch.inference_mode():
-        made = [next(chunks)]
-    made.extend(chunks)
-    close(joined(made), plain_decode(MAKERS["wan21"](), z))
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_request_may_leave_inference_mode(steps: int, ranks: int) -> None:
+    models, z = [ADAPTERS["wan21"]() for _ in range(ranks)], latent("wan21", 4, 4, frames=5)
+
+    def work(group: RankGroup) -> Tensor | None:
+        chunks = shard_decode_chunks(models[group.rank], z, group, "width", frames_per_step=1)
+        with torch.inference_mode():
+            made = [next(chunks) for _ in range(steps)]
+        made.extend(chunks)
+        return joined([chunk for chunk in made if chunk is not None]) if group.rank == 0 else None
+
+    whole = run_loopback(ranks, work)[0]
+    assert whole is not None
+    close(whole, plain_decode(MAKERS["wan21"](), z))

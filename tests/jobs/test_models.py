@@ -169,4 +169,4 @@ def test_why_the_hub_gives_no_model(tmp_path: Path) -> None:
     assert missing.startswith("model missing/name cannot be had from the hub: there is no such repository")
     assert "a licence" in gated
     assert "it has no such revision" in other
-    assert lost.endswith("it cannot be reached, and the model is not in the local cache")
+    assert "it cannot be reached, and the model is not in the local cache (" in lost

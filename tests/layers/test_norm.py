@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.layers.shard import random_map, run_sharded, seeded
 from vaepar.layers.context import ShardContext, shard_active
+from vaepar.layers.inputs import channels_last
 from vaepar.layers.install import WanDistRMSNorm
 from vaepar.layers.norm import ShardGroupNorm, ShardSiLU
 from vaepar.parallel.group import RankGroup, SoloGroup
@@ -97,3 +98,18 @@ def test_silu_is_in_place_once_on_what_it_was_given() -> None:
         context.give_own(x)
         assert ShardSiLU()(other) is not other
         assert ShardSiLU()(x) is not x
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 7, 5), (2, 8, 3, 7, 5), (1, 8, 2, 1, 5)])
+@pytest.mark.parametrize("size", [1, 100, 300, 10**6])
+def test_a_norm_and_its_activation_in_pieces(
+    size: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vaepar.layers.norm._PIECE_BYTES", size)
+    norm = seeded(lambda: WanDistRMSNorm(8, images=len(shape) == 4))
+    norm.gamma.data.copy_(random_map(8, seed=1).view_as(norm.gamma))
+    x = channels_last(random_map(*shape))
+    place = torch.full_like(x, torch.nan)
+    with torch.no_grad():
+        norm.write_activated(x, place)
+    torch.testing.assert_close(place, nn.functional.silu(norm(x)), atol=1e-12, rtol=0)

@@ -118,7 +118,28 @@ def activation_is_another(block: Any) -> None:
     block.nonlinearity = nn.GELU()
 
 
+def dropout_takes_all(block: Any) -> None:
+    block.dropout = nn.Dropout(1.0)  # in training, as it is made
+
+
+def dropout_is_another(block: Any) -> None:
+    block.dropout = Doubled()
+
+
+def norm_has_its_own_forward(block: Any) -> None:
+    block.norm2.forward = lambda x: x
+
+
+def convolution_has_its_own_forward(block: Any) -> None:
+    plain = block.conv2.forward
+    block.conv2.forward = lambda *args: plain(args[0].clone(), *args[1:]) + 1
+
+
 CHANGES = [
+    dropout_takes_all,
+    dropout_is_another,
+    norm_has_its_own_forward,
+    convolution_has_its_own_forward,
     untouched,
     norms_are_wrapped,
     convolutions_are_wrapped,

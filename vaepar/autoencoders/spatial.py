@@ -120,7 +120,7 @@ class _Request:
         self.group = group
         self.dim = _DIMS[axis]
         active = group.rank < layouts[0].ranks
-        self.context = ShardContext(group, axis, layouts, overwrites=not _has_hooks(vae)) if active else None
+        self.context = ShardContext(group, axis, layouts, overwrites=not _is_changed(vae)) if active else None
         self._receivers = range(group.size) if owner is None else (owner,)
         self._pending: list[tuple[Pending, Tensor]] = []
 
@@ -266,11 +266,11 @@ def _uncompiled() -> Iterator[None]:
                 _Stance.before.__exit__(None, None, None)
 
 
-def _has_hooks(vae: ShardFamily) -> bool:
-    """True when a hook may keep or read again what a layer was given or has made."""
+def _is_changed(vae: ShardFamily) -> bool:
+    """True when a hook or a layer's own ``forward`` may keep, or read again, what a layer was given or has made."""
     shared = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
     own = (hooks for part in vae.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks))
-    return any(shared) or any(own)
+    return any(shared) or any(own) or any("forward" in vars(part) for part in vae.modules())
 
 
 def _joined_shape(steps: list[ShardStep]) -> tuple[int, ...]:

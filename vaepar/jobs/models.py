@@ -252,6 +252,7 @@ def _from_hub(spec: str, variant: str | None, allow_download: bool) -> Path:
 
 def _hub_words(error: BaseException) -> str:
     """Why the hub did not give a model; the client's own words where there is no better one."""
+    words = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
     kinds = {cls.__name__ for cls in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return "it asks for a licence to be accepted and a token (HF_TOKEN)"
@@ -260,8 +261,8 @@ def _hub_words(error: BaseException) -> str:
     if "RepositoryNotFoundError" in kinds:
         return "there is no such repository, or it is private and no token (HF_TOKEN) opens it"
     if kinds & {"LocalEntryNotFoundError", "ConnectionError", "ConnectError", "ConnectTimeout", "OfflineModeIsEnabled"}:
-        return "it cannot be reached, and the model is not in the local cache"
-    return f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
+        return f"it cannot be reached, and the model is not in the local cache ({words})"
+    return words
 
 
 @contextmanager

@@ -107,7 +107,7 @@ class BatchRun(ABC):
             for row in self.report.rows:
                 if row.status not in ("ok", "skipped"):
                     row.outputs = []
-                if row.status == "not tried" and row in self._under_way:
+                if row.status == "not tried" and any(row is begun for begun in self._under_way):
                     row.status, row.error, row.exit_code = "dropped", str(error), self.report.ended_by
             with contextlib.suppress(OutputError):  # what ended the run is what must be told
                 self._write_report(started)

@@ -48,7 +48,7 @@ class ShardResnetBlock2D(ResnetBlock2D):
         x = channels_last(input_tensor)
         ready = _ready(context, self.norm1, self.nonlinearity, self.conv1, x)
         out = _read_once(context, self.conv1, self.norm2, x, lambda: self.conv1(ready))
-        ready = self.dropout(_ready(context, self.norm2, self.nonlinearity, self.conv2, out))
+        ready = _ready(context, self.norm2, self.nonlinearity, self.conv2, out, dropout=self.dropout)
         del out  # its memory is free for the result
         out = _with_shortcut(context, self, self.conv2, x, lambda: self.conv2(ready))
         return out if self.output_scale_factor == 1 else out / self.output_scale_factor
@@ -74,12 +74,12 @@ class ShardCausalResidualBlock(nn.Module):
             direct: Tensor = super().forward(x, feat_cache, *given)  # of the block that this is mixed into
             return direct
         cache, place = feat_cache, feat_idx
-        ready = _ready(context, self.norm1, self.nonlinearity, self.conv1, x, cache[place[0]])
+        ready = _ready(context, self.norm1, self.nonlinearity, self.conv1, x, cache=cache[place[0]])
         out = _read_once(
             context, self.conv1, self.norm2, x, lambda: cached_convolve(context, self.conv1, ready, cache, place)
         )
-        ready = _ready(context, self.norm2, self.nonlinearity, self.conv2, out, cache[place[0]])
-        ready = self.dropout(ready)
+        before: Tensor | None = cache[place[0]]
+        ready = _ready(context, self.norm2, self.nonlinearity, self.conv2, out, dropout=self.dropout, cache=before)
         del out  # its memory is free for the result
         return _with_shortcut(
             context, self, self.conv2, x, lambda: cached_convolve(context, self.conv2, ready, cache, place)
@@ -92,19 +92,24 @@ def _ready(
     activation: nn.Module,
     conv: nn.Module,
     x: Tensor,
+    *,
+    dropout: nn.Module | None = None,
     cache: Tensor | None = None,
 ) -> Tensor:
-    """``activation(norm(x))``, written where ``conv`` will read, if all three are the layers that this is made for.
+    """``dropout(activation(norm(x)))``, written where ``conv`` will read if these are the layers that this is made for.
 
-    Others stand in their place when a model was changed: they may read their input twice, or call further layers.
+    Others stand in their place when a model was changed: they may read their input twice, or call further layers. Then
+    nothing is sent before the convolution asks for it: each rank decides by itself whether it can wait with the halo,
+    and an exchange that only some of them began in vain would put the others out of step.
     """
-    known = context.overwrites and isinstance(norm, _NORMS)
+    known = context.overwrites and _is_plain(norm, _NORMS) and _is_plain(conv)
     slot = None
     if known and isinstance(conv, ShardCausalConv3d):
         slot = conv.slot(context, x, cache)
     elif known and isinstance(conv, ShardConv2d):
         slot = conv.slot(context, x)
-    if slot is not None and isinstance(norm, ShardRMSNorm) and _is_plain(norm) and _is_plain(activation, ShardSiLU):
+    plain = _is_plain(activation, ShardSiLU) and _does_nothing(dropout)
+    if slot is not None and isinstance(norm, ShardRMSNorm) and plain:
         slot = context.send_early(slot, x, lambda rows: F.silu(norm.normalised(rows), inplace=True))
         context.open_slot(slot)
         norm.write_activated(x, slot.own)
@@ -114,10 +119,17 @@ def _ready(
     if known and isinstance(activation, ShardSiLU):
         context.give_own(out)
     ready: Tensor = activation(out)
-    return ready
+    return ready if dropout is None else dropout(ready)
 
 
-def _is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Module) -> bool:
+def _does_nothing(dropout: nn.Module | None) -> bool:
+    """True for a dropout that gives back its input, and for none."""
+    if dropout is None:
+        return True
+    return type(dropout) is nn.Dropout and _is_plain(dropout) and not (dropout.training and dropout.p)
+
+
+def _is_plain(layer: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...] = nn.Module) -> bool:
     """True for a ``kind`` that does what its class does and nothing else, so that it need not be called itself."""
     changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
     return isinstance(layer, kind) and not changed
@@ -127,7 +139,7 @@ def _read_once(
     context: ShardContext, conv: nn.Module, norm: nn.Module, x: Tensor, convolve: Callable[[], Tensor]
 ) -> Tensor:
     """What ``convolve`` makes by ``conv`` of a map like ``x``, good until ``norm`` has read it."""
-    if not (isinstance(conv, _CONVOLUTIONS) and isinstance(norm, _NORMS) and _is_plain(conv)):
+    if not (isinstance(conv, _CONVOLUTIONS) and _is_plain(conv) and _is_plain(norm, _NORMS)):
         return convolve()
 
     def into(result: Result | None) -> Tensor:
@@ -143,10 +155,12 @@ def _with_shortcut(
     context: ShardContext, block: _Block, conv: nn.Module, x: Tensor, convolve: Callable[[], Tensor]
 ) -> Tensor:
     """The sum of what ``convolve`` makes by ``conv``, and of the block's shortcut of its input ``x``."""
-    keeps_size = block.conv_shortcut is None or isinstance(block.conv_shortcut, nn.Identity)
+    shortcut = block.conv_shortcut
+    if type(shortcut) is nn.Identity and _is_plain(shortcut):
+        shortcut = None
     base = None
-    if isinstance(conv, _CONVOLUTIONS) and isinstance(block.norm2, _NORMS) and _is_plain(conv):
-        base = _base(context, None if keeps_size else block.conv_shortcut, x, own=block.sums_in_place)
+    if isinstance(conv, _CONVOLUTIONS) and _is_plain(conv) and _is_plain(block.norm2, _NORMS):
+        base = _base(context, shortcut, x, own=block.sums_in_place)
     if base is not None:
         result = Result(base, adds=True)
         context.open_result(result)
@@ -154,9 +168,9 @@ def _with_shortcut(
         context.open_result(None)
         return base if result.taken else base.add_(out)
     out = convolve()
-    if keeps_size or block.conv_shortcut is None:
+    if shortcut is None:
         return _sum(context, out, x, own=block.sums_in_place)
-    return _sum(context, out, _shortcut(context, block.conv_shortcut, x))
+    return _sum(context, out, _shortcut(context, shortcut, x))
 
 
 def _base(context: ShardContext, shortcut: nn.Module | None, x: Tensor, *, own: bool) -> Tensor | None:
@@ -221,6 +235,7 @@ def _tail(x: Tensor, before: Tensor | None, *, reuses: bool) -> Tensor:
     tail = x[:, :, -CACHE_T:]
     if before is not None and tail.shape[2] < CACHE_T:
         return torch.cat([before[:, :, tail.shape[2] - CACHE_T :], tail], 2)
-    if reuses and before is not None and before.shape == tail.shape and before.dtype == tail.dtype:
+    fits = before is not None and before.shape == tail.shape and before.dtype == tail.dtype
+    if reuses and before is not None and fits and not before.is_inference():  # the mode may have ended since
         return before.copy_(tail)
     return tail.clone()

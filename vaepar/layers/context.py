@@ -27,7 +27,7 @@ class Slot:
         whole: all that the convolution reads, [b, c, h, w] or [b, c, t, h, w]: halo rows, padding and earlier frames
             among it.
         own: the part of ``whole`` for the norm's result, this rank's own rows.
-        plan: what the convolution reads of other ranks; None when it reads nothing.
+        plan: what the convolution reads of other ranks; None when it reads nothing of them, or asks for it itself.
         exchange: of the norm's result, when it has begun already.
     """
 
@@ -132,14 +132,17 @@ class ShardContext:
         self._result = result
 
     def take_result(self) -> Result | None:
-        """The memory that is open for a result. It is closed then."""
+        """The memory that is open for a result, which is closed then; without one the pool's buffer is given back."""
         result, self._result = self._result, None
         if result is None:
             self.pool.give_result()  # what makes a fresh map needs the memory more
         return result
 
     def passing_result(self, shape: Sequence[int], like: Tensor) -> Result | None:
-        """Memory for a map that is read before the next convolution; None where a fresh one has to be made."""
+        """The pool's memory for a map; None where a fresh one has to be made.
+
+        The next convolution may take it again: the map is read before that, or the pool gives the memory away.
+        """
         if not (self.overwrites and adds_convolutions(like)):
             return None
         return Result(self.pool.result((shape[0], *shape[2:], shape[1]), like).movedim(-1, 1))

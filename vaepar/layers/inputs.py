@@ -102,6 +102,9 @@ def shard_input(
     # Without a plan the whole picture is here: the kernel pads by itself.
     pad = window.before if plan is None else 0
     exchange = None if slot is None else slot.exchange
+    if exchange is not None and slot is not None and slot.plan != plan:
+        exchange.finish()  # of rows that another layer would have read
+        exchange = None
     if exchange is None and plan is not None and (plan.receives or plan.sends):
         exchange = HaloExchange(context.group, plan, x, context.dim, context.pool)
     frames = zeros + (0 if cached is None else cached.shape[2])

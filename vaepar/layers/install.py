@@ -124,7 +124,7 @@ def install_shards(*parts: nn.Module | None) -> None:
 
 def _mark_heads(module: nn.Module) -> None:
     """Say of the last norm of a coder of diffusers' that only an activation and the last convolution read it."""
-    if type(module).__module__.startswith("diffusers."):
+    if type(module).__module__.startswith("diffusers.") and "forward" not in vars(module):
         for norm in (getattr(module, "norm_out", None), getattr(module, "conv_norm_out", None)):
             if isinstance(norm, ShardGroupNorm | ShardRMSNorm):
                 norm.read_once = True

@@ -85,7 +85,7 @@ def mix_channels(x: Tensor, weight: Tensor, bias: Tensor | None, result: Result 
     inner = x.movedim(1, -1)
     matrix = weight.flatten(1)
     shape = (x.shape[0], weight.shape[0], *x.shape[2:])
-    # Under autocast, which products with ``out`` do not know, the weight is of another dtype.
+    # Products with ``out`` know no autocast, and want one dtype.
     if result is None or tuple(result.memory.shape) != shape or not weight.dtype == x.dtype == result.memory.dtype:
         return F.linear(inner, matrix, bias).movedim(-1, 1)
     result.taken = True

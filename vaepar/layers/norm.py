@@ -92,7 +92,7 @@ def _pieces(x: Tensor) -> list[Tensor]:
 
 
 class ShardSiLU(nn.SiLU):
-    """SiLU in place on what a block says is its own; elsewhere a map of its own, as without a shard."""
+    """SiLU in place on what a block or a norm says is its own; elsewhere a map of its own, as without a shard."""
 
     def forward(self, input: Tensor) -> Tensor:
         context = active_shard()

@@ -29,7 +29,8 @@ class BufferPool:
         """A contiguous buffer of that shape, in the dtype and on the device of ``like``; its content is left over."""
         key = (name, tuple(shape), like.dtype, like.device)
         if key not in self.buffers:
-            self.buffers[key] = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):  # a later step may be taken outside of the mode that this one is in
+                self.buffers[key] = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
         return self.buffers[key]
 
     def scratch(self, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -42,7 +43,7 @@ class BufferPool:
         key, count = (like.dtype, like.device), math.prod(shape)
         if key not in self._scratch or self._scratch[key].numel() < count:
             self._scratch.pop(key, None)  # before the larger one is made
-            with torch.inference_mode(False):  # a later step may be taken outside of the mode that this one is in
+            with torch.inference_mode(False):
                 self._scratch[key] = torch.empty(count, dtype=like.dtype, device=like.device)
         return self._scratch[key][:count].view(tuple(shape))
 
