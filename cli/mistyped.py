@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,15 +17,27 @@ MistypedError: Any = next(cls for cls in reversed(typer.BadParameter.__mro__) if
 def usage_line(error: Any, arguments: Sequence[str]) -> str:
     """What was asked, what was found, what is allowed, and where help is."""
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
-    message = str(error.message if parameter is not None else error.format_message()).rstrip(".")
+    message = _plainly(str(error.message if parameter is not None else error.format_message()).rstrip("."))
     command = "vaepar" if context is None else context.command_path
     if parameter is not None and parameter.opts:
         name, value = _found(context, parameter, arguments)
         if value is None:
             message = f"{name}: {message}" if message else f"{name} is missing"
         else:
-            message = f"{name} is '{shown(value)}': {message}"
-    return f"{message}; {command} -h tells what there is"
+            message = f"{name} is '{shown(value)}'; {message}"
+    return f"{message} ({command} -h tells what there is)"
+
+
+def _plainly(message: str) -> str:
+    """The words of the parser's checks, which speak of inputs, in ours."""
+    for words, ours in (
+        (r"Input should be a valid integer.*", "it is a whole number"),
+        (r"Input should be a valid number.*", "it is a number"),
+        (r"Input should be a valid boolean.*", "it is true or false"),
+        (r"Input should be greater than or equal to (\S+)", r"it is \1 or more"),
+    ):
+        message = re.sub(words, ours, message)
+    return message
 
 
 def _found(context: Any, parameter: Any, arguments: Sequence[str]) -> tuple[str, str | None]:

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -251,6 +252,18 @@ def start_ranks(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) 
     return _exit_code(code)
 
 
+def _own_package() -> tuple[str, ...]:
+    """The interpreter's arguments that run this very package.
+
+    ``-m`` looks into the working folder first, where a folder that is called like the package would be taken for it.
+    """
+    try:
+        here = Path(__file__).resolve().parents[1] == Path.cwd()
+    except OSError:  # the working folder is gone
+        here = False
+    return ("-m", "vaepar") if here else ("-P", "-m", "vaepar")
+
+
 def _signal_name(number: int) -> str:
     try:
         name = signal.Signals(number).name
@@ -279,7 +292,7 @@ def _run_ranks(arguments: Sequence[str], ranks: int) -> tuple[int, int]:
     if hasattr(config, "signals_to_handle"):
         config.signals_to_handle = ""
     try:
-        elastic_launch(config, sys.executable)("-m", "vaepar", *arguments)
+        elastic_launch(config, sys.executable)(*_own_package(), *arguments)
     except ChildFailedError as error:
         return _cause({rank: (int(each.exitcode), each.timestamp) for rank, each in error.failures.items()})
     return 0, 0

@@ -6,6 +6,7 @@ float64, so that 1e-12 tells a layer that read something overwritten from one th
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
-from tests.autoencoders.shards import close, plain_decode, plain_moments, shard_decode, shard_moments
+from tests.autoencoders.shards import close, joined, plain_decode, plain_moments, shard_decode, shard_moments
 from tests.families import ADAPTERS, MAKERS, latent
-from vaepar.autoencoders.spatial import shard_decode_chunks
+from vaepar.autoencoders.spatial import prepare_shards, shard_decode_chunks
 from vaepar.errors import UnsupportedModeError
 from vaepar.parallel.group import RankGroup, SoloGroup
 from vaepar.parallel.loopback import run_loopback
@@ -86,6 +87,18 @@ def channels_are_mixed_first(vae: Any) -> None:
     block.norm1, block.norm2 = Mixed(block.norm1, channels), Mixed(block.norm2, channels)
 
 
+def upsamplers_are_changed(vae: Any) -> None:
+    """The upsampling as well as its convolution."""
+    ups = [m for m in vae.decoder.modules() if type(m).__name__.endswith("Upsample2D")]
+    layers = [m.conv for m in ups]
+    for part in vae.decoder.modules():
+        if isinstance(part, nn.Sequential) and len(part) == 2 and isinstance(part[0], nn.Upsample):
+            layers.extend(part)
+    assert layers
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, out: 0.5 * out + 0.1)
+
+
 def layers_are_hooked(vae: Any) -> None:
     """Every convolution and norm, those that a shard joins to their neighbours among them."""
     for module in vae.decoder.modules():
@@ -104,6 +117,7 @@ CHANGES = [
     norms_are_two,
     channels_are_mixed_first,
     layers_are_hooked,
+    upsamplers_are_changed,
     the_decoder_is_compiled,
 ]
 
@@ -212,3 +226,22 @@ def test_the_last_chunk_leaves_no_memory_behind() -> None:
     assert not request.context.pool._scratch
     assert not request.context.pool.buffers
     assert not request.context.store
+
+
+@pytest.mark.parametrize("name", ["up_blocks.0.upsamplers.0.conv", "mid_block.resnets.0.conv1", "conv_norm_out"])
+def test_a_layer_with_a_forward_of_its_own_is_refused(name: str) -> None:
+    """It was made around the layer as it was, which knows of no other rank. One made afterwards is called."""
+    vae, z = ADAPTERS["kl"](), latent("kl", 6, 6)
+    layer = vae.decoder.get_submodule(name)
+    layer.forward = types.MethodType(lambda self, x: 0.9 * type(self).forward(self, x), layer)
+    with pytest.raises(UnsupportedModeError, match=rf"'{name}' .* forward of its own"):
+        prepare_shards(vae)
+    assert type(layer) in (nn.Conv2d, nn.GroupNorm)
+    plain = MAKERS["kl"]()
+    for model in (plain, vae):
+        own = model.decoder.get_submodule(name)
+        if model is vae:
+            del own.forward
+            prepare_shards(vae)
+        own.forward = types.MethodType(lambda self, x: 0.9 * type(self).forward(self, x), own)
+    close(joined(shard_decode(vae, z, 2, "height")), plain_decode(plain, z))

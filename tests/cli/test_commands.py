@@ -64,16 +64,16 @@ def test_help_tells_what_is_usual(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "words"),
     [
-        (["decode", "x", "-m", "demo", "--ranks", "2x"], {}, "--ranks is '2x': "),
-        (["decode", "x", "-m", "demo", "--ranks=2x"], {}, "--ranks is '2x': "),
-        (["decode", "x", "-m", "demo"], {"VAEPAR_RANKS": "abc"}, "VAEPAR_RANKS is 'abc': "),
-        (["decode", "x", "-m", "demo", "--timeout", "0"], {}, "--timeout is '0': "),
+        (["decode", "x", "-m", "demo", "--ranks", "2x"], {}, "--ranks is '2x'; it is a whole number"),
+        (["decode", "x", "-m", "demo", "--ranks=2x"], {}, "--ranks is '2x'; it is a whole number"),
+        (["decode", "x", "-m", "demo"], {"VAEPAR_RANKS": "abc"}, "VAEPAR_RANKS is 'abc'; it is a whole number"),
+        (["decode", "x", "-m", "demo", "--timeout", "0"], {}, "--timeout is '0'; it is 1 or more"),
         (["decode", "x", "--modle", "demo"], {}, "No such option: --modle"),
-        (["decode", "x"], {}, "--model is missing; vaepar decode -h tells what there is"),
+        (["decode", "x"], {}, "--model is missing (vaepar decode -h tells what there is)"),
         (["decode", "x", "-m"], {}, "'-m' requires an argument"),
         (["decod", "x"], {}, "No such command 'decod'"),
         (["inspect"], {}, "files is missing"),
-        (["bench", "--threads", "a\x1bb"], {}, "--threads is 'a\\x1bb': "),
+        (["bench", "--threads", "a\x1bb"], {}, "--threads is 'a\\x1bb'; "),
     ],
 )
 def test_mistyped_lines_are_told_in_one(

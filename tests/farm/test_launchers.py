@@ -142,6 +142,15 @@ def test_a_killed_rank_without_restarts_is_reported(victim: int, tmp_path: Path,
     assert ".cc:" not in errors  # a line of the backend's source code
 
 
+def test_ranks_start_beside_a_folder_called_like_the_package(tmp_path: Path, files: Path, wan: Path) -> None:
+    (tmp_path / "vaepar").mkdir()
+    (tmp_path / "vaepar" / "__init__.py").write_text("raise SystemExit('not this one')")
+    command = [str(Path(sys.executable).parent / "vaepar"), *decode(files, wan, "out", "--ranks", "2")[1:]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(contents(tmp_path / "out")) == FILES
+
+
 def test_files_under_way_when_a_rank_is_killed_are_told(tmp_path: Path, files: Path, wan: Path) -> None:
     with running(decode(files, wan, "out", "--ranks", "2", "--vae-parallel-size", "2"), tmp_path) as process:
         first_output(tmp_path / "out")

@@ -16,7 +16,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import CACHE_T
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
-from vaepar.layers.context import ShardContext, active_shard
+from vaepar.layers.context import ShardContext, active_shard, is_plain
 from vaepar.layers.conv import ShardCausalConv3d, ShardConv2d
 from vaepar.layers.inputs import channels_last
 from vaepar.layers.kernels import Result, adds_convolutions
@@ -102,13 +102,13 @@ def _ready(
     nothing is sent before the convolution asks for it: each rank decides by itself whether it can wait with the halo,
     and an exchange that only some of them began in vain would put the others out of step.
     """
-    known = context.overwrites and _is_plain(norm, _NORMS) and _is_plain(conv)
+    known = context.overwrites and is_plain(norm, _NORMS) and is_plain(conv)
     slot = None
     if known and isinstance(conv, ShardCausalConv3d):
         slot = conv.slot(context, x, cache)
     elif known and isinstance(conv, ShardConv2d):
         slot = conv.slot(context, x)
-    plain = _is_plain(activation, ShardSiLU) and _does_nothing(dropout)
+    plain = is_plain(activation, ShardSiLU) and _does_nothing(dropout)
     if slot is not None and isinstance(norm, ShardRMSNorm) and plain:
         slot = context.send_early(slot, x, lambda rows: F.silu(norm.normalised(rows), inplace=True))
         context.open_slot(slot)
@@ -126,20 +126,14 @@ def _does_nothing(dropout: nn.Module | None) -> bool:
     """True for a dropout that gives back its input, and for none."""
     if dropout is None:
         return True
-    return type(dropout) is nn.Dropout and _is_plain(dropout) and not (dropout.training and dropout.p)
-
-
-def _is_plain(layer: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...] = nn.Module) -> bool:
-    """True for a ``kind`` that does what its class does and nothing else, so that it need not be called itself."""
-    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return isinstance(layer, kind) and not changed
+    return type(dropout) is nn.Dropout and is_plain(dropout) and not (dropout.training and dropout.p)
 
 
 def _read_once(
     context: ShardContext, conv: nn.Module, norm: nn.Module, x: Tensor, convolve: Callable[[], Tensor]
 ) -> Tensor:
     """What ``convolve`` makes by ``conv`` of a map like ``x``, good until ``norm`` has read it."""
-    if not (isinstance(conv, _CONVOLUTIONS) and _is_plain(conv) and _is_plain(norm, _NORMS)):
+    if not (isinstance(conv, _CONVOLUTIONS) and is_plain(conv) and is_plain(norm, _NORMS)):
         return convolve()
 
     def into(result: Result | None) -> Tensor:
@@ -156,10 +150,10 @@ def _with_shortcut(
 ) -> Tensor:
     """The sum of what ``convolve`` makes by ``conv``, and of the block's shortcut of its input ``x``."""
     shortcut = block.conv_shortcut
-    if type(shortcut) is nn.Identity and _is_plain(shortcut):
+    if type(shortcut) is nn.Identity and is_plain(shortcut):
         shortcut = None
     base = None
-    if isinstance(conv, _CONVOLUTIONS) and _is_plain(conv) and _is_plain(block.norm2, _NORMS):
+    if isinstance(conv, _CONVOLUTIONS) and is_plain(conv) and is_plain(block.norm2, _NORMS):
         base = _base(context, shortcut, x, own=block.sums_in_place)
     if base is not None:
         result = Result(base, adds=True)
@@ -182,7 +176,7 @@ def _base(context: ShardContext, shortcut: nn.Module | None, x: Tensor, *, own: 
         return channels_last(x) if context.overwrites and adds_convolutions(x) else None
     channels = x.shape[1]
     if shortcut is not None:
-        if not (isinstance(shortcut, _CONVOLUTIONS) and _is_pointwise(shortcut) and _is_plain(shortcut)):
+        if not (isinstance(shortcut, _CONVOLUTIONS) and _is_pointwise(shortcut) and is_plain(shortcut)):
             return None
         channels = shortcut.out_channels
     result = context.passing_result((x.shape[0], channels, *x.shape[2:]), x)

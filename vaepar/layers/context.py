@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vaepar.errors import UsageError
 from vaepar.layers.kernels import Result, adds_convolutions
@@ -240,3 +240,9 @@ def shard_active(context: ShardContext) -> Iterator[ShardContext]:
             yield context
     finally:
         _ACTIVE.reset(token)
+
+
+def is_plain(layer: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...] = nn.Module) -> bool:
+    """True for a ``kind`` that does what its class does and nothing else, so that it need not be called itself."""
+    changed = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return isinstance(layer, kind) and not changed

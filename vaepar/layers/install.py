@@ -155,6 +155,11 @@ def _sharded_class(module: nn.Module, name: str, table: dict[type[nn.Module], ty
     reads = isinstance(module, nn.modules.conv._ConvNd | nn.GroupNorm)
     if new is None and not known and (reads or next(module.children(), None) is None):
         raise UnsupportedModeError(f"a spatial shard has no counterpart for layer '{name}' ({type(module).__name__})")
+    if new is not None and "forward" in vars(module):
+        raise UnsupportedModeError(
+            f"a spatial shard cannot take the place of layer '{name}' ({type(module).__name__}), which has a forward "
+            f"of its own; it was made around the layer as it is, which knows of no other rank"
+        )
     return new
 
 

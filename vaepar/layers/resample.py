@@ -13,7 +13,7 @@ from diffusers.models.downsampling import Downsample2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-from vaepar.layers.context import ShardContext, active_shard
+from vaepar.layers.context import ShardContext, active_shard, is_plain
 from vaepar.layers.inputs import Stencil, shard_input, shard_plan
 from vaepar.layers.kernels import convolve, out_shape
 from vaepar.parallel.shards import Window
@@ -42,6 +42,9 @@ class ShardUpsampleConv(nn.Sequential):
             direct: Tensor = super().forward(input)
             return direct
         conv = cast(nn.Conv2d, self[1])
+        if not is_plain(self[0]):
+            called: Tensor = conv(self[0](input))
+            return called
         if input.dtype == torch.float64 and isinstance(self[0], WanUpsample | QwenImageUpsample):
             input = input.float().double()  # these two pass through float32, which rounds
         return upsample_conv(context, input, conv)
@@ -78,9 +81,9 @@ def upsample_conv(context: ShardContext, x: Tensor, conv: nn.Conv2d) -> Tensor:
     In an upsampled map neighbours repeat, so each of the four output phases reads only 2x2 different positions: with
     the taps on equal positions added up beforehand, four ninths of the products remain and the large input is never
     made. Sums of taps would lose bits in half precision, where the two steps are taken one after the other; so they
-    are where the convolution has hooks, which want to be called.
+    are where the convolution has hooks or a forward of its own, which want to be called.
     """
-    if x.dtype not in _EXACT_DTYPES or conv._forward_hooks or conv._forward_pre_hooks:
+    if x.dtype not in _EXACT_DTYPES or not is_plain(conv):
         large: Tensor = conv(F.interpolate(x, scale_factor=2.0, mode="nearest-exact"))
         return large
     weight, bias = conv.weight, conv.bias
