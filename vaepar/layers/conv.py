@@ -113,8 +113,7 @@ def convolve_maps(
     plan = shard_plan(context, x, stencil)
     result = context.take_result()
     # The kernel sees the frames of a film as pictures.
-    memory = None if result is None else result.memory
-    flat = None if result is None or memory is None else Result(_as_maps(memory), result.adds)
+    flat = None if result is None else Result(_as_maps(result.memory), result.adds)
 
     def kernel(rows: Tensor, padding: tuple[int, int], result: Result | None = None) -> Tensor:
         return convolve(_as_maps(rows), weight, bias, stencil.strides, padding, stencil.dilations, groups, result)

@@ -66,7 +66,9 @@ def convolve(
         if fits and _is_dense(result.memory) and _is_dense(x):  # of others oneDNN's sum would be a copy's
             result.taken = True
             out = result.memory if result.adds else result.memory.zero_()
-            _add_convolution(out, x, weight, bias, strides, padding, dilations, groups)
+            torch.ops.mkldnn._convolution_pointwise_.binary(
+                out, x, weight, bias, padding, strides, dilations, groups, "add", 1.0, None, [], None
+            )
             return out
     if x.ndim == 4:
         return F.conv2d(x, weight, bias, tuple(strides), tuple(padding), tuple(dilations), groups)
@@ -114,19 +116,3 @@ def out_shape(
 def _is_dense(x: Tensor) -> bool:
     """True for a channels_last map without gaps."""
     return x.movedim(1, -1).is_contiguous()
-
-
-def _add_convolution(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    strides: Sequence[int],
-    padding: Sequence[int],
-    dilations: Sequence[int],
-    groups: int,
-) -> None:
-    """``out += convolution(x)``, by oneDNN, without a map of its own."""
-    torch.ops.mkldnn._convolution_pointwise_.binary(
-        out, x, weight, bias, padding, strides, dilations, groups, "add", 1.0, None, [], None
-    )

@@ -62,10 +62,10 @@ class BufferPool:
 
     def held_result(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
         """The buffer of :meth:`result` if it is there and of that shape."""
-        held, wanted = self._result, (math.prod(shape), like.dtype, like.device)
-        return (
-            held.view(tuple(shape)) if held is not None and (held.numel(), held.dtype, held.device) == wanted else None
-        )
+        held = self._result
+        if held is None or (held.numel(), held.dtype, held.device) != (math.prod(shape), like.dtype, like.device):
+            return None
+        return held.view(tuple(shape))
 
     def keep_result(self, x: Tensor) -> None:
         """Make the memory of ``x``, [B, C, ...] and channels_last, the buffer of :meth:`result`."""
