@@ -245,3 +245,32 @@ def test_a_layer_with_a_forward_of_its_own_is_refused(name: str) -> None:
             prepare_shards(vae)
         own.forward = types.MethodType(lambda self, x: 0.9 * type(self).forward(self, x), own)
     close(joined(shard_decode(vae, z, 2, "height")), plain_decode(plain, z))
+
+
+def watched(vae: Any) -> None:
+    vae.decoder.up_blocks[0].resnets[0].norm1.register_forward_hook(lambda module, args, out: None)
+
+
+def replaced(vae: Any) -> None:
+    block = vae.decoder.up_blocks[0].resnets[0]
+    block.nonlinearity = nn.Sequential(block.nonlinearity)
+
+
+def in_training(vae: Any) -> None:
+    vae.decoder.up_blocks[0].resnets[0].dropout = nn.Dropout(1e-30).train()  # drops nothing, but could
+
+
+@pytest.mark.parametrize("change", [watched, replaced, in_training])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("family", ["kl", "wan21"])
+def test_a_change_on_one_rank_alone(family: str, size: int, change: Any) -> None:
+    """Whoever looks at maps does it on one rank; the ranks exchange the same rows in the same order all the same."""
+    vae, z = ADAPTERS[family](dtype=torch.float64), latent(family, 8, 6, frames=2).double()
+    models = [copy.deepcopy(vae) for _ in range(size)]
+    change(models[1])
+
+    def work(group: RankGroup) -> list[Tensor | None]:
+        return list(shard_decode_chunks(models[group.rank], z, group, "height"))
+
+    chunks = [chunk for chunk in run_loopback(size, work)[0] if chunk is not None]
+    close(chunks[0] if family == "kl" else joined(chunks), plain_decode(MAKERS[family](dtype=torch.float64), z))

@@ -23,6 +23,7 @@ from tests.autoencoders.shards import (
     shard_moments,
 )
 from tests.families import ADAPTERS, MAKERS, VIDEO, latent
+from tests.layers.shard import small_bands
 from tests.processes import run_processes
 from vaepar.autoencoders.spatial import shard_decode_chunks, shard_encode
 from vaepar.parallel.group import RankGroup
@@ -62,6 +63,19 @@ def test_real_topology(family: str, axis: Axis) -> None:
     picture = plain_decode(plain, z)
     close(shard_decode(vae, z, 2, axis)[0], picture)
     close(shard_moments(vae, picture.clamp(-1, 1), 2, axis)[0], plain_moments(plain, picture.clamp(-1, 1)))
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("family", ["kl", "flux2"])
+def test_pictures_in_bands(family: str, size: int, axis: Axis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large pictures go through their blocks in bands of rows; here bands are as small as these pictures."""
+    small_bands(monkeypatch, 10_000)
+    plain, vae = MAKERS[family](), ADAPTERS[family]()
+    z = latent(family, 7, 8, batch=2)
+    picture = plain_decode(plain, z)
+    close(shard_decode(vae, z, size, axis)[0], picture)
+    close(shard_moments(vae, picture.clamp(-1, 1), size, axis)[0], plain_moments(plain, picture.clamp(-1, 1)))
 
 
 @pytest.mark.parametrize("frames", [1, 2, 5])

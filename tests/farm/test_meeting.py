@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 
 import pytest
 from torch.distributed import HashStore
 
 from vaepar.errors import RankLostError
+from vaepar.launch import _batch_scheduling
 from vaepar.parallel.torch_group import _agree_on_name
 
 
@@ -47,3 +50,17 @@ def test_who_does_not_come_is_named() -> None:
         _agree_on_name(HashStore(), 0, 3, 0.1)
     with pytest.raises(RankLostError, match="rank 0 did not come"):
         _agree_on_name(HashStore(), 1, 2, 0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")
+def test_threads_that_a_rank_makes_do_not_interrupt_it() -> None:
+    policies: list[int] = []
+    with _batch_scheduling():
+        thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
+        thread.start()
+        thread.join()
+        with _batch_scheduling():  # already chosen: left as it is
+            pass
+        policies.append(os.sched_getscheduler(0))
+    assert policies == [os.SCHED_BATCH, os.SCHED_BATCH]
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER

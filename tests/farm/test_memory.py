@@ -32,6 +32,7 @@ from vaepar.jobs.request import DecodeRequest
 from vaepar.jobs.retreat import Effort
 from vaepar.latents import LatentRequest, LatentState, VaeFacts
 from vaepar.launch import World, joined
+from vaepar.layers.kernels import meta_for_cpu
 from vaepar.parallel.group import SoloGroup
 
 TILE, AUTO, HEIGHT = VaeParallelMode.TILE, VaeParallelMode.AUTO, VaeParallelMode.SPATIAL_SHARD_HEIGHT
@@ -317,7 +318,7 @@ def test_what_is_counted_is_what_a_shard_makes(family: str) -> None:
         vae, here = ADAPTERS[family](real_topology=True).to(device), z.to(device)
         counted: Any = LiveBytes([*vae.parameters(), *vae.buffers(), here]) if device == META else PeakBytes()
         chunks = shard_decode_chunks(vae, here, SoloGroup(device), "height")
-        with FusedAttention(), counted:
+        with FusedAttention(), counted, meta_for_cpu():
             for chunk in chunks:
                 del chunk
         peaks.append(counted.peak)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -42,3 +43,9 @@ def seeded(build: Callable[[], Any], dtype: torch.dtype = torch.float64) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return build().to(dtype).eval()
+
+
+def small_bands(monkeypatch: pytest.MonkeyPatch, size: int = 2500) -> None:
+    """Let maps of tests be large enough for bands of a few rows."""
+    monkeypatch.setattr("vaepar.layers.kernels._BAND_BYTES", size)
+    monkeypatch.setattr("vaepar.layers.kernels._BAND_PER_WEIGHTS", 0)

@@ -8,7 +8,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
 from torch import Tensor, nn
 
 from tests.layers.shard import random_map, run_sharded, seeded
-from vaepar.layers.context import ShardContext, shard_active
+from vaepar.layers.context import ShardContext, Slot, shard_active
 from vaepar.layers.inputs import channels_last
 from vaepar.layers.install import WanDistRMSNorm
 from vaepar.layers.norm import ShardGroupNorm, ShardSiLU
@@ -110,6 +110,8 @@ def test_a_norm_and_its_activation_in_pieces(
     norm.gamma.data.copy_(random_map(8, seed=1).view_as(norm.gamma))
     x = channels_last(random_map(*shape))
     place = torch.full_like(x, torch.nan)
+    context = ShardContext(SoloGroup(), "height", [split_rows(7, 1)])
     with torch.no_grad():
-        norm.write_activated(x, place)
+        norm.write_activated(context, x, Slot(place, place))
+    assert context.take_slot(place) is not None
     torch.testing.assert_close(place, nn.functional.silu(norm(x)), atol=1e-12, rtol=0)

@@ -11,7 +11,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AvgDown3D, DupUp3D,
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.upsampling import Upsample2D
 
-from tests.layers.shard import random_map, run_sharded, seeded
+from tests.layers.shard import random_map, run_sharded, seeded, small_bands
 from vaepar.layers.install import install_shards
 from vaepar.parallel.shards import Axis, decode_layouts, encode_layouts
 
@@ -30,6 +30,20 @@ def test_upsampling(build: Any, size: int, axis: Axis) -> None:
     expected = layer(x)
     install_shards(layer)
     torch.testing.assert_close(run_sharded(layer, [x], decode_layouts(5, size, 1), axis), expected, **EXACT)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("band", [1, 700, 2000])  # of one row, of some, of more than half of the map
+def test_upsampling_in_bands(band: int, size: int, axis: Axis, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_bands(monkeypatch, band)
+    layer = seeded(lambda: torch.nn.Sequential(Upsample2D(4, use_conv=True)), torch.float32)
+    x = random_map(2, 4, 11, 10, dtype=torch.float32)
+    expected = layer(x)
+    install_shards(layer)
+    layouts = decode_layouts(11 if axis == "height" else 10, size, 1)
+    joined = run_sharded(layer, [x], layouts, axis)
+    torch.testing.assert_close(joined, expected, atol=2e-6, rtol=0)  # 36 products, taps added up beforehand
 
 
 def test_upsampling_in_bfloat16_sums_no_taps() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vaepar.parallel.group import RankGroup
-from vaepar.parallel.halo import BufferPool, HaloExchange, gather_parts
+from vaepar.parallel.halo import BufferPool, HaloExchange, gather_beside_halo, gather_parts
 from vaepar.parallel.loopback import run_loopback
 from vaepar.parallel.shards import Window, halo_plan, split_rows
 
@@ -36,6 +36,33 @@ def test_exchange_brings_exactly_the_rows_of_the_plan(size: int, kernel: int, sh
 
     sent = run_loopback(size, work)
     assert all(rounds == (0 if kernel == 1 else 1) for _, _, rounds in sent)
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "kernel"), [(2, 3), (3, 7), (8, 7), (5, 1)])
+def test_parts_travel_beside_the_rows(size: int, kernel: int, dtype: torch.dtype, dim: int) -> None:
+    """One message to each peer in one round, those that need no rows among them."""
+    whole = torch.randn((2, 3, 11, 11), generator=torch.Generator().manual_seed(0)).to(dtype)
+    parts = torch.randn((size, 2, 2, 3), dtype=torch.promote_types(dtype, torch.float32))
+    layout = split_rows(11, size)
+    window = Window(kernel, before=kernel // 2, after=kernel // 2)
+
+    def work(group: RankGroup) -> None:
+        plan = halo_plan(layout, layout, window, group.rank)
+        own, pool = whole.narrow(dim, plan.own[0], plan.own[1] - plan.own[0]), BufferPool()
+        for _ in range(2):  # buffers are used again
+            gathered, pieces = gather_beside_halo(group, layout, parts[group.rank], plan, own, dim, pool)
+        assert all(torch.equal(got, part) for got, part in zip(gathered, parts, strict=True))
+        assert [start for start, _ in pieces] == [receive.start for receive in plan.receives]
+        for (start, piece), receive in zip(pieces, plan.receives, strict=True):
+            assert torch.equal(piece, whole.narrow(dim, start, receive.rows))
+        traffic = group.traffic
+        assert (traffic.messages, traffic.rounds) == (2 * (size - 1), 2)
+        rows = plan.sent_rows * (whole.numel() // 11) * whole.element_size()
+        assert traffic.bytes == 2 * (rows + (size - 1) * parts[0].nbytes)
+
+    run_loopback(size, work)
 
 
 def test_ranks_beyond_the_layout_take_no_part() -> None:

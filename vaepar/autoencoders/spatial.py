@@ -10,6 +10,7 @@ What differs between families is the adapter's answer, see :class:`ShardFamily`;
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
@@ -101,6 +102,7 @@ def shard_encode(
     request = _Request(vae, group, axis, layouts, owner)
     try:
         group.check_alarm()
+        request.settle_manner()
         rows = None
         if request.context is not None:
             rows = _encode_rows(vae, x, steps, request, request.context, layouts[0])
@@ -120,9 +122,20 @@ class _Request:
         self.group = group
         self.dim = _DIMS[axis]
         active = group.rank < layouts[0].ranks
-        self.context = ShardContext(group, axis, layouts, overwrites=not _is_changed(vae)) if active else None
+        self.context = ShardContext(group, axis, layouts, overwrites=False) if active else None
+        self._vae, self._ranks = vae, layouts[0].ranks
         self._receivers = range(group.size) if owner is None else (owner,)
         self._pending: list[tuple[Pending, Tensor]] = []
+
+    def settle_manner(self) -> None:
+        """Let layers write over maps and exchange rows early, if the model allows it, and is the same on all ranks.
+
+        A hook may be on one rank only, as for a look at its maps; if that rank alone exchanged something later or
+        apart, each would take the other's message for another one.
+        """
+        if self.context is not None:
+            same = self.group.all_bring(_fingerprint(self._vae), self._ranks)
+            self.context.overwrites = same and not _is_changed(self._vae)
 
     def own_rows(self, x: Tensor, layout: Layout, factor: int = 1) -> Tensor:
         """This rank's part of ``x``, a view; ``factor`` rows of ``x`` make one of the layout."""
@@ -184,6 +197,8 @@ def _decode(
     try:
         for step in steps:
             group.check_alarm()
+            if step is steps[0]:
+                request.settle_manner()
             rows = None
             if request.context is not None:
                 request.context.last = step is steps[-1]
@@ -271,6 +286,12 @@ def _is_changed(vae: ShardFamily) -> bool:
     shared = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
     own = (hooks for part in vae.modules() for hooks in (part._forward_hooks, part._forward_pre_hooks))
     return any(shared) or any(own) or any("forward" in vars(part) for part in vae.modules())
+
+
+def _fingerprint(vae: ShardFamily) -> int:
+    """A number for all that decides how layers exchange their rows: hooks, the layers' classes, dropout."""
+    layers = [f"{type(part).__qualname__} {part.training and getattr(part, 'p', 0)}" for part in vae.modules()]
+    return zlib.crc32(f"{_is_changed(vae)} {' '.join(layers)}".encode())
 
 
 def _joined_shape(steps: list[ShardStep]) -> tuple[int, ...]:

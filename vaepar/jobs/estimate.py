@@ -24,6 +24,7 @@ from vaepar.errors import ModelError
 from vaepar.jobs.ghost import META, FusedAttention, GhostGroup, LiveBytes
 from vaepar.jobs.models import quiet_diffusers
 from vaepar.latents import VaeFacts
+from vaepar.layers.kernels import meta_for_cpu
 from vaepar.parallel.group import SoloGroup
 
 PROCESS_BYTES = 430 * 2**20
@@ -94,6 +95,7 @@ def estimate_peak_bytes(
         tiles,
         frames_per_step,
         unfolds,
+        device == "cpu",
     )
     frames = 1 + (frames_per_step - 1) * facts.temporal_ratio if len(shape) == 5 else 1
     picture = 3 * shape[-1] * shape[-2] * facts.spatial_ratio**2 * frames
@@ -162,6 +164,7 @@ def _measure(
     tiles: tuple[int, int] | None,
     frames_per_step: int,
     unfolds: bool,
+    cpu: bool,
 ) -> tuple[int, int]:
     model = _ghost(facts.class_name, config, dtype, tiles)
     own = [*model.parameters(), *model.buffers()]
@@ -172,15 +175,16 @@ def _measure(
         _prepare(model, mode, size)
     model.frames_per_step = frames_per_step
     enough = 3 if mode == DIRECT or mode == "tile" else 1 + 2 * frames_per_step
-    if operation == "encode":
-        pixels = facts.pixel_shape(tuple(_latent(shape, dtype, enough).shape))
-        feed = TensorFeed(torch.empty(pixels, dtype=dtype, device=META))
-        return weights, _encoding(model, own, feed, mode, size, unfolds)
-    if mode == "tile":
-        return weights, _tiled(model, own, shape, dtype, size, unfolds)
-    z = _latent(shape, dtype, enough)
-    chunks = model.decode_direct(z) if mode == DIRECT else model.decode_chunks(z)
-    return weights, _run(chunks, [*own, z], unfolds)[0]
+    with meta_for_cpu(cpu):
+        if operation == "encode":
+            pixels = facts.pixel_shape(tuple(_latent(shape, dtype, enough).shape))
+            feed = TensorFeed(torch.empty(pixels, dtype=dtype, device=META))
+            return weights, _encoding(model, own, feed, mode, size, unfolds)
+        if mode == "tile":
+            return weights, _tiled(model, own, shape, dtype, size, unfolds)
+        z = _latent(shape, dtype, enough)
+        chunks = model.decode_direct(z) if mode == DIRECT else model.decode_chunks(z)
+        return weights, _run(chunks, [*own, z], unfolds)[0]
 
 
 def _tiled(model: Any, own: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype, size: int, unfolds: bool) -> int:

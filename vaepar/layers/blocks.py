@@ -8,18 +8,20 @@ That holds for a block that stands in such a loop itself, in a model without hoo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl_wan import CACHE_T
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
+from vaepar.layers.bands import convolve_in_bands, goes_in_bands
 from vaepar.layers.context import ShardContext, active_shard, is_plain
 from vaepar.layers.conv import ShardCausalConv3d, ShardConv2d
 from vaepar.layers.inputs import channels_last
-from vaepar.layers.kernels import Result, adds_convolutions
+from vaepar.layers.kernels import Result, adds_convolutions, mix_channels
 from vaepar.layers.norm import ShardGroupNorm, ShardRMSNorm, ShardSiLU
 
 _CONVOLUTIONS = (ShardConv2d, ShardCausalConv3d)
@@ -46,11 +48,11 @@ class ShardResnetBlock2D(ResnetBlock2D):
             direct: Tensor = super().forward(input_tensor, temb, *args, **kwargs)
             return direct
         x = channels_last(input_tensor)
-        ready = _ready(context, self.norm1, self.nonlinearity, self.conv1, x)
-        out = _read_once(context, self.conv1, self.norm2, x, lambda: self.conv1(ready))
-        ready = _ready(context, self.norm2, self.nonlinearity, self.conv2, out, dropout=self.dropout)
-        del out  # its memory is free for the result
-        out = _with_shortcut(context, self, self.conv2, x, lambda: self.conv2(ready))
+        first = _step(context, self.norm1, self.nonlinearity, self.conv1, x)
+        out = _read_once(context, self.conv1, self.norm2, x, first)
+        second = _step(context, self.norm2, self.nonlinearity, self.conv2, out, dropout=self.dropout)
+        del first, out  # memory that is free for the result, or for each band of it
+        out = _with_shortcut(context, self, self.conv2, x, second)
         return out if self.output_scale_factor == 1 else out / self.output_scale_factor
 
 
@@ -75,15 +77,42 @@ class ShardCausalResidualBlock(nn.Module):
             return direct
         cache, place = feat_cache, feat_idx
         ready = _ready(context, self.norm1, self.nonlinearity, self.conv1, x, cache=cache[place[0]])
-        out = _read_once(
-            context, self.conv1, self.norm2, x, lambda: cached_convolve(context, self.conv1, ready, cache, place)
-        )
+        first = _Step(lambda: cached_convolve(context, self.conv1, ready, cache, place))
+        out = _read_once(context, self.conv1, self.norm2, x, first)
         before: Tensor | None = cache[place[0]]
         ready = _ready(context, self.norm2, self.nonlinearity, self.conv2, out, dropout=self.dropout, cache=before)
         del out  # its memory is free for the result
-        return _with_shortcut(
-            context, self, self.conv2, x, lambda: cached_convolve(context, self.conv2, ready, cache, place)
-        )
+        second = _Step(lambda: cached_convolve(context, self.conv2, ready, cache, place))
+        return _with_shortcut(context, self, self.conv2, x, second)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A convolution that is ready to be made, and the norm ahead of it, which a step in bands has yet to make.
+
+    Args:
+        banded: the map that a step in bands reads while it writes its result; None for others.
+    """
+
+    convolve: Callable[[], Tensor]
+    banded: Tensor | None = None
+
+
+def _step(
+    context: ShardContext,
+    norm: nn.Module,
+    activation: nn.Module,
+    conv: nn.Module,
+    x: Tensor,
+    dropout: nn.Module | None = None,
+) -> _Step:
+    """``conv(dropout(activation(norm(x))))`` of a picture [b, c, h, w]."""
+    x = channels_last(x)
+    if isinstance(norm, ShardGroupNorm) and isinstance(conv, ShardConv2d) and is_plain(norm) and is_plain(conv):
+        plain = is_plain(activation, ShardSiLU) and _does_nothing(dropout)
+        if plain and goes_in_bands(context, conv, x):
+            return _Step(partial(convolve_in_bands, context, norm, conv, x), banded=x)
+    return _Step(partial(conv, _ready(context, norm, activation, conv, x, dropout=dropout)))
 
 
 def _ready(
@@ -103,16 +132,15 @@ def _ready(
     and an exchange that only some of them began in vain would put the others out of step.
     """
     known = context.overwrites and is_plain(norm, _NORMS) and is_plain(conv)
-    slot = None
+    slot, early = None, is_plain(activation, ShardSiLU) and _does_nothing(dropout)
     if known and isinstance(conv, ShardCausalConv3d):
         slot = conv.slot(context, x, cache)
     elif known and isinstance(conv, ShardConv2d):
         slot = conv.slot(context, x)
-    plain = is_plain(activation, ShardSiLU) and _does_nothing(dropout)
-    if slot is not None and isinstance(norm, ShardRMSNorm) and plain:
-        slot = context.send_early(slot, x, lambda rows: F.silu(norm.normalised(rows), inplace=True))
-        context.open_slot(slot)
-        norm.write_activated(x, slot.own)
+        # A GroupNorm's own exchange comes after that of its input or before that of its result, on all ranks alike.
+        early = early and (conv.stencil().keeps_size or not isinstance(norm, ShardGroupNorm))
+    if slot is not None and isinstance(norm, _NORMS) and early:
+        norm.write_activated(context, x, slot)
         return slot.own
     context.open_slot(slot)
     out: Tensor = norm(x)
@@ -129,68 +157,76 @@ def _does_nothing(dropout: nn.Module | None) -> bool:
     return type(dropout) is nn.Dropout and is_plain(dropout) and not (dropout.training and dropout.p)
 
 
-def _read_once(
-    context: ShardContext, conv: nn.Module, norm: nn.Module, x: Tensor, convolve: Callable[[], Tensor]
-) -> Tensor:
-    """What ``convolve`` makes by ``conv`` of a map like ``x``, good until ``norm`` has read it."""
+def _read_once(context: ShardContext, conv: nn.Module, norm: nn.Module, x: Tensor, step: _Step) -> Tensor:
+    """What ``step`` makes by ``conv`` of a map like ``x``, good until ``norm`` has read it."""
     if not (isinstance(conv, _CONVOLUTIONS) and is_plain(conv) and is_plain(norm, _NORMS)):
-        return convolve()
+        return step.convolve()
 
     def into(result: Result | None) -> Tensor:
-        context.open_result(result)
-        out = convolve()
-        context.open_result(None)
-        return out
+        with context.result_open(result):
+            return step.convolve()
 
     return context.read_once((x.shape[0], conv.out_channels, *x.shape[2:]), x, into)
 
 
-def _with_shortcut(
-    context: ShardContext, block: _Block, conv: nn.Module, x: Tensor, convolve: Callable[[], Tensor]
-) -> Tensor:
-    """The sum of what ``convolve`` makes by ``conv``, and of the block's shortcut of its input ``x``."""
+def _with_shortcut(context: ShardContext, block: _Block, conv: nn.Module, x: Tensor, step: _Step) -> Tensor:
+    """The sum of what ``step`` makes by ``conv``, and of the block's shortcut of its input ``x``."""
     shortcut = block.conv_shortcut
     if type(shortcut) is nn.Identity and is_plain(shortcut):
         shortcut = None
     base = None
     if isinstance(conv, _CONVOLUTIONS) and is_plain(conv) and is_plain(block.norm2, _NORMS):
-        base = _base(context, shortcut, x, own=block.sums_in_place)
+        base = _base(context, shortcut, x, step, own=block.sums_in_place)
     if base is not None:
-        result = Result(base, adds=True)
-        context.open_result(result)
-        out = convolve()
-        context.open_result(None)
-        return base if result.taken else base.add_(out)
-    out = convolve()
+        with context.result_open(base):
+            out = step.convolve()
+        if shortcut is not None and block.sums_in_place:
+            context.pool.keep_result(x)  # nobody reads it again
+        return base.memory if base.taken else base.memory.add_(out)
+    out = step.convolve()
     if shortcut is None:
         return _sum(context, out, x, own=block.sums_in_place)
     return _sum(context, out, _shortcut(context, shortcut, x))
 
 
-def _base(context: ShardContext, shortcut: nn.Module | None, x: Tensor, *, own: bool) -> Tensor | None:
+def _base(context: ShardContext, shortcut: nn.Module | None, x: Tensor, step: _Step, *, own: bool) -> Result | None:
     """A map that holds the shortcut of ``x`` and becomes the block's result; None: the sum is taken afterwards.
 
     The convolution that will be added to it has its input in the scratch buffer, so a shortcut must not need that.
     """
     if shortcut is None and own:
-        return channels_last(x) if context.overwrites and adds_convolutions(x) else None
+        return Result(channels_last(x), adds=True) if context.overwrites and adds_convolutions(x) else None
     channels = x.shape[1]
     if shortcut is not None:
         if not (isinstance(shortcut, _CONVOLUTIONS) and _is_pointwise(shortcut) and is_plain(shortcut)):
             return None
         channels = shortcut.out_channels
-    result = context.passing_result((x.shape[0], channels, *x.shape[2:]), x)
+    shape = (x.shape[0], channels, *x.shape[2:])
+    if step.banded is not None and tuple(step.banded.shape) != shape:
+        context.pool.give_result()  # rows of another length: a band would be written over some that are not yet read
+    result = context.passing_result(shape, x)
     if result is None:
         return None
     context.pool.give_result()
+    if step.banded is not None:
+        return Result(result.memory, adds=True, base=partial(_write_shortcut, shortcut, x))
     if shortcut is None:
-        return result.memory.copy_(x)
+        return Result(result.memory.copy_(x), adds=True)
     slot = context.set_slot_aside()  # that of the convolution
-    context.open_result(result)
-    added: Tensor = shortcut(x)
-    context.open_result(None)
+    with context.result_open(result):
+        added: Tensor = shortcut(x)
     context.open_slot(slot)
-    return result.memory if result.taken else added
+    return Result(result.memory if result.taken else added, adds=True)
+
+
+def _write_shortcut(shortcut: nn.Module | None, x: Tensor, image: int, rows: slice, out: Tensor) -> None:
+    """A block's shortcut of some rows of one image into ``out``, [1, c, n, w]; a 1x1 convolution or none."""
+    part = x[image : image + 1, :, rows]
+    if isinstance(shortcut, _CONVOLUTIONS):
+        result = Result(out)
+        result.put(mix_channels(part, shortcut.weight, shortcut.bias, result))
+    else:
+        out.copy_(part)
 
 
 def _is_pointwise(conv: ShardConv2d | ShardCausalConv3d) -> bool:
@@ -199,11 +235,12 @@ def _is_pointwise(conv: ShardConv2d | ShardCausalConv3d) -> bool:
 
 def _shortcut(context: ShardContext, layer: nn.Module, x: Tensor) -> Tensor:
     """What is added to a block's result: ``layer`` of ``x``, good until the next convolution."""
+    result = None
     if context.overwrites and isinstance(layer, _CONVOLUTIONS) and _is_pointwise(layer):
         shape = (x.shape[0], *x.shape[2:], layer.out_channels)
-        context.open_result(Result(context.pool.scratch(shape, x).movedim(-1, 1)))
-    added: Tensor = layer(x)
-    context.open_result(None)
+        result = Result(context.pool.scratch(shape, x).movedim(-1, 1))
+    with context.result_open(result):
+        added: Tensor = layer(x)
     return added
 
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vaepar.errors import UsageError
 from vaepar.layers.kernels import Result, adds_convolutions
 from vaepar.parallel.group import RankGroup
-from vaepar.parallel.halo import BufferPool, HaloExchange
+from vaepar.parallel.halo import Arrived, BufferPool, HaloExchange
 from vaepar.parallel.shards import Axis, HaloPlan, Layout, Window
 
 
@@ -28,13 +28,13 @@ class Slot:
             among it.
         own: the part of ``whole`` for the norm's result, this rank's own rows.
         plan: what the convolution reads of other ranks; None when it reads nothing of them, or asks for it itself.
-        exchange: of the norm's result, when it has begun already.
+        exchange: of the norm's result, when it has begun already, or is over.
     """
 
     whole: Tensor
     own: Tensor
     plan: HaloPlan | None = None
-    exchange: HaloExchange | None = None
+    exchange: HaloExchange | Arrived | None = None
 
 
 _ACTIVE: ContextVar[ShardContext | None] = ContextVar("vaepar_shard_context", default=None)
@@ -127,9 +127,12 @@ class ShardContext:
         slot, self._slot = self._slot, None
         return slot
 
-    def open_result(self, result: Result | None) -> None:
-        """Let the next convolution write into ``result``; None closes the one that is open."""
+    @contextmanager
+    def result_open(self, result: Result | None) -> Iterator[None]:
+        """Let the next convolution of the block write into ``result``."""
         self._result = result
+        yield
+        self._result = None
 
     def take_result(self) -> Result | None:
         """The memory that is open for a result, which is closed then; without one the pool's buffer is given back."""
@@ -146,6 +149,13 @@ class ShardContext:
         if not (self.overwrites and adds_convolutions(like)):
             return None
         return Result(self.pool.result((shape[0], *shape[2:], shape[1]), like).movedim(-1, 1))
+
+    def read_once_result(self, shape: Sequence[int], like: Tensor) -> Result | None:
+        """As :meth:`passing_result`, for a map that no block keeps: it may be a part of the pool's memory."""
+        if not (self.overwrites and adds_convolutions(like)):
+            return None
+        held = self.pool.held_result((shape[0], *shape[2:], shape[1]), like)
+        return self.passing_result(shape, like) if held is None else Result(held.movedim(-1, 1))
 
     def read_once(self, shape: Sequence[int], like: Tensor, convolve: Callable[[Result | None], Tensor]) -> Tensor:
         """What ``convolve`` makes, of that shape and read before the next convolution, in memory that is kept for such.
@@ -181,24 +191,30 @@ class ShardContext:
         """
         if self._slot is not None:
             return self._slot.own if _fits(self._slot.own, shape, like) else None
-        passing = self.passing_result(shape, like) if read_once else None
+        passing = self.read_once_result(shape, like) if read_once else None
         return None if passing is None else passing.memory
+
+    def stands_in_slot(self, x: Tensor) -> bool:
+        """True when ``x`` is what was written into the open slot."""
+        return self._slot is not None and x is self._slot.own
 
     def take_slot(self, x: Tensor) -> Slot | None:
         """The open slot if ``x`` is what was written there; it is closed either way."""
-        if self._slot is not None and x is self._slot.own:
+        if self.stands_in_slot(x):
             return self.set_slot_aside()
         self.open_slot(None)
         return None
 
-    def send_early(self, slot: Slot, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Slot:
-        """Begin the exchange of what ``layer``, which treats each position alone, is about to make of ``x``.
+    def begin_exchange(
+        self, plan: HaloPlan | None, x: Tensor, layer: Callable[[Tensor], Tensor] | None = None
+    ) -> HaloExchange | None:
+        """Begin the exchange of ``x``, or of what ``layer``, which treats each position alone, is about to make of it.
 
         The rows that other ranks need are made first, so that they travel while the rest is made.
         """
-        if slot.plan is None or not (slot.plan.sends or slot.plan.receives):
-            return slot
-        return replace(slot, exchange=HaloExchange(self.group, slot.plan, x, self.dim, self.pool, layer))
+        if plan is None or not (plan.sends or plan.receives):
+            return None
+        return HaloExchange(self.group, plan, x, self.dim, self.pool, layer)
 
     def clear(self) -> None:
         """Give back buffers and kept rows."""

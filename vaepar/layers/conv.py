@@ -18,7 +18,6 @@ from vaepar.errors import UnsupportedModeError
 from vaepar.layers.context import ShardContext, Slot, active_shard
 from vaepar.layers.inputs import (
     Keep,
-    Pieces,
     Stencil,
     channels_last,
     fold_frames,
@@ -29,7 +28,7 @@ from vaepar.layers.inputs import (
     unfold_frames,
 )
 from vaepar.layers.kernels import Result, convolve, mix_channels
-from vaepar.parallel.halo import HaloExchange
+from vaepar.parallel.halo import HaloExchange, Pieces
 from vaepar.parallel.shards import HaloPlan, PadMode, Window
 
 # From this many rows on, a rank convolves its own rows at once while the halo travels and computes the rows at its
@@ -118,8 +117,8 @@ def convolve_maps(
     def kernel(rows: Tensor, padding: tuple[int, int], result: Result | None = None) -> Tensor:
         return convolve(_as_maps(rows), weight, bias, stencil.strides, padding, stencil.dilations, groups, result)
 
-    if plan is not None and _can_mend(context, plan, stencil):
-        context.take_slot(x)
+    if plan is not None and not context.stands_in_slot(x) and _can_mend(context, plan, stencil):
+        context.open_slot(None)
         x = channels_last(x)
         out = _convolve_mended(context, x, plan, stencil, kernel, flat, keep)
     else:
@@ -164,8 +163,7 @@ def _convolve_mended(
 
 def _maps_slot(context: ShardContext, x: Tensor, stencil: Stencil) -> Slot | None:
     """The slot for a norm of ``x`` ahead of :func:`convolve_maps`."""
-    plan = shard_plan(context, x, stencil)
-    return slot_for(context, x, None if plan is not None and _can_mend(context, plan, stencil) else plan, 0)
+    return slot_for(context, x, shard_plan(context, x, stencil), 0)
 
 
 def _can_mend(context: ShardContext, plan: HaloPlan, stencil: Stencil) -> bool:

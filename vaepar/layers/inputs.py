@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from vaepar.errors import UsageError
 from vaepar.layers.context import ShardContext, Slot
-from vaepar.parallel.halo import HaloExchange
+from vaepar.parallel.halo import Arrived, HaloExchange, Pieces
 from vaepar.parallel.shards import HaloPlan, Layout, Window, halo_plan
-
-Pieces = list[tuple[int, Tensor]]
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -56,6 +54,13 @@ class Stencil:
     def pointwise(self) -> bool:
         """True when each output position reads its own input position and nothing else."""
         return self.height == self.width == Window(1)
+
+    @property
+    def keeps_size(self) -> bool:
+        """True when the output is as large as the input, with zeros around: then each rank reads all of its rows."""
+        both = (self.height, self.width)
+        same = all(window.stride == 1 and window.before + window.after == window.reach - 1 for window in both)
+        return same and all(window.mode == "zeros" for window in both)
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -135,7 +140,7 @@ def slot_for(context: ShardContext, x: Tensor, plan: HaloPlan | None, frames: in
     """
     if plan is not None and (plan.gather is not None or plan.start > plan.own[0] or plan.stop < plan.own[1]):
         return None
-    shape, first = _shape_around(x, context.dim, plan, frames)
+    shape, first = shape_around(x, context.dim, plan, frames)
     whole = context.pool.scratch((shape[0], *shape[2:], shape[1]), x).movedim(-1, 1)
     own = whole.narrow(context.dim, first, x.shape[context.dim])
     return Slot(whole, own[:, :, frames:] if x.ndim == 5 else own, plan)
@@ -148,7 +153,7 @@ def keep_halos(context: ShardContext, keep: Keep | None, halos: Pieces) -> None:
         context.store["halo", id(keep.layer)] = pieces
 
 
-def _fetch(context: ShardContext, exchange: HaloExchange, keep: Keep | None, cached: Tensor | None) -> Pieces:
+def _fetch(context: ShardContext, exchange: HaloExchange | Arrived, keep: Keep | None, cached: Tensor | None) -> Pieces:
     """The halo rows, behind those of the cached frames where there are any."""
     kept: Pieces | None = None if keep is None else context.store.pop(("halo", id(keep.layer)), None)
     if cached is not None and kept is None:
@@ -165,7 +170,7 @@ def _changes_rows(plan: HaloPlan | None) -> bool:
     return plan is not None and not (plan.own == (plan.start, plan.stop) and not plan.before and not plan.after)
 
 
-def _shape_around(x: Tensor, dim: int, plan: HaloPlan | None, frames: int) -> tuple[list[int], int]:
+def shape_around(x: Tensor, dim: int, plan: HaloPlan | None, frames: int) -> tuple[list[int], int]:
     """The shape of what is read for ``x`` behind so many earlier frames, and where its own rows begin in it."""
     shape, first = list(x.shape), 0
     if plan is not None:
@@ -181,7 +186,7 @@ def _build(
     context: ShardContext,
     x: Tensor,
     plan: HaloPlan | None,
-    exchange: HaloExchange | None,
+    exchange: HaloExchange | Arrived | None,
     keep: Keep | None,
     cached: Tensor | None,
     zeros: int,
@@ -189,9 +194,9 @@ def _build(
 ) -> Tensor:
     """Own rows, halo rows, zeros at the picture's edges and earlier frames in one map; the halo is waited for last."""
     dim, frames = context.dim, 0 if cached is None else cached.shape[2]
-    shape, first = _shape_around(x, dim, plan, zeros + frames)
+    shape, first = shape_around(x, dim, plan, zeros + frames)
     stands = slot is not None and list(slot.whole.shape) == shape
-    out = slot.whole if slot is not None and stands else _empty_maps(context, shape, x)
+    out = slot.whole if slot is not None and stands else empty_maps(context, shape, x)
     filled = out[:, :, zeros:] if x.ndim == 5 else out
     if zeros:
         out[:, :, :zeros].zero_()
@@ -216,7 +221,7 @@ def _build(
     return out
 
 
-def _empty_maps(context: ShardContext, shape: list[int], x: Tensor) -> Tensor:
+def empty_maps(context: ShardContext, shape: list[int], x: Tensor) -> Tensor:
     """A channels_last map for what is read around ``x``: in the scratch buffer, unless ``x`` itself lies there."""
     inner = (shape[0], *shape[2:], shape[1])
     used = context.pool.in_scratch(x)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vaepar.layers.context import ShardContext, active_shard
+from vaepar.layers.context import ShardContext, Slot, active_shard
 from vaepar.layers.inputs import channels_last
-from vaepar.parallel.halo import gather_parts
+from vaepar.parallel.halo import Arrived, Pieces, gather_beside_halo, gather_parts
+from vaepar.parallel.shards import HaloPlan, Layout
 
 # On CPU torch sums a channel of a channels_last map one position after the other: over 400000 positions a variance is
 # off by 1e-4, and its own GroupNorm, which subtracts squares, by 1e-3 of the result. Blocks of this size keep 1e-6.
@@ -36,6 +38,55 @@ class ShardGroupNorm(nn.GroupNorm):
         out = group_norm(context, self, input, read_once=self.read_once)
         if self.read_once:
             context.give_own(out)
+        return out
+
+    def activated(self, context: ShardContext, x: Tensor, plan: HaloPlan | None) -> tuple[ActivatedNorm, Pieces]:
+        """SiLU of this norm of [b, c, h, w], and of the rows that ``plan`` wants of other ranks.
+
+        The statistics are taken here; the rows come with those of other ranks, as they are before the norm. So all
+        ranks have to do this, or none: others exchange rows after the statistics, and the norm's result.
+        """
+        moments = _moments(x, self.num_groups)
+        pieces: Pieces = []
+        if plan is not None and not context.alone:
+            layout = context.layout_of(x)
+            parts, pieces = gather_beside_halo(context.group, layout, moments, plan, x, context.dim, context.pool)
+            moments = _joined(parts, layout)
+        normed = ActivatedNorm(*_linear(self, moments, x.dtype))
+        return normed, [(start, normed.of(piece)) for start, piece in pieces]
+
+    def write_activated(self, context: ShardContext, x: Tensor, slot: Slot) -> None:
+        """As :meth:`ShardRMSNorm.write_activated`, by :meth:`activated`."""
+        x = channels_last(x)
+        normed, pieces = self.activated(context, x, slot.plan)
+        context.open_slot(replace(slot, exchange=Arrived(pieces)))
+        normed.write(x, slot.own)
+
+
+@dataclass(frozen=True)
+class ActivatedNorm:
+    """SiLU of a GroupNorm whose statistics are known: of any rows, whoever owns them.
+
+    Args:
+        scale: and ``shift``, of each image and channel, [b, c, 1, 1], at least float32.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def image(self, number: int) -> ActivatedNorm:
+        one = slice(number, number + 1)
+        return ActivatedNorm(self.scale[one], self.shift[one])
+
+    def write(self, rows: Tensor, out: Tensor) -> None:
+        """That of ``rows`` [b, c, h, w] into ``out``, of their shape and dtype, in pieces that stay in the cache."""
+        for part, piece in zip(_pieces(rows), _pieces(out), strict=True):
+            F.silu(torch.addcmul(self.shift, part, self.scale, out=piece), inplace=True)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """That of ``rows`` [b, c, h, w] in a map of its own."""
+        out = torch.empty_like(rows)
+        self.write(rows, out)
         return out
 
 
@@ -76,9 +127,14 @@ class ShardRMSNorm(nn.Module):
             return out.to(x.dtype) if place is None else place.copy_(out)
         return out
 
-    def write_activated(self, x: Tensor, place: Tensor) -> None:
-        """SiLU of the norm of [b, c, h, w] or [b, c, t, h, w] into ``place``, in pieces that stay in the cache."""
-        for part, out in zip(_pieces(x), _pieces(place), strict=True):
+    def write_activated(self, context: ShardContext, x: Tensor, slot: Slot) -> None:
+        """SiLU of the norm of [b, c, h, w] or [b, c, t, h, w] into ``slot``, in pieces that stay in the cache.
+
+        The slot is open then, and the exchange of the rows that the next convolution reads of other ranks has begun.
+        """
+        exchange = context.begin_exchange(slot.plan, x, lambda rows: F.silu(self.normalised(rows), inplace=True))
+        context.open_slot(replace(slot, exchange=exchange))
+        for part, out in zip(_pieces(x), _pieces(slot.own), strict=True):
             F.silu(self.normalised(part, out), inplace=True)
 
 
@@ -100,21 +156,29 @@ class ShardSiLU(nn.SiLU):
 
 
 def group_norm(context: ShardContext, norm: nn.GroupNorm, x: Tensor, *, read_once: bool = False) -> Tensor:
-    """GroupNorm of [b, c, h, w] over the whole picture, from this rank's rows.
-
-    Each rank sends the means and variances of its own rows, in one round; parts are joined by the formula of Chan,
-    Golub and LeVeque (1979), which stays exact where the mean is large against the deviation; sums of squares do not.
-    """
+    """GroupNorm of [b, c, h, w] over the whole picture, from this rank's rows."""
     x = channels_last(x)
-    moments = _moments(x, norm.num_groups)
-    if not context.alone:
-        layout = context.layout_of(x)
-        parts = gather_parts(context.group, layout, moments, [moments.shape] * layout.ranks)
-        moments = _merged(torch.stack(parts), [layout.length(r) for r in range(layout.ranks)])
+    scale, shift = _linear(norm, _joint_moments(context, norm, x), x.dtype)
     place = context.place_for(x.shape, x, read_once=read_once)
-    out = torch.empty_like(x) if place is None else place
-    _normalise(x, norm, moments, out)
-    return out
+    return torch.addcmul(shift, x, scale, out=torch.empty_like(x) if place is None else place)
+
+
+def _joint_moments(context: ShardContext, norm: nn.GroupNorm, x: Tensor) -> Tensor:
+    """Mean and variance of each group over the whole picture, [2, b, groups], from this rank's rows [b, c, h, w]."""
+    moments = _moments(x, norm.num_groups)
+    if context.alone:
+        return moments
+    layout = context.layout_of(x)
+    return _joined(gather_parts(context.group, layout, moments, [moments.shape] * layout.ranks), layout)
+
+
+def _joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
+    """The moments of the whole picture from those of each rank's rows.
+
+    They are joined by the formula of Chan, Golub and LeVeque (1979), which stays exact where the mean is large against
+    the deviation; sums of squares do not.
+    """
+    return _merged(torch.stack(list(parts)), [layout.length(rank) for rank in range(layout.ranks)])
 
 
 def _moments(x: Tensor, groups: int) -> Tensor:
@@ -142,25 +206,14 @@ def _merged(parts: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.stack((mean, var))
 
 
-def _normalise(x: Tensor, norm: nn.GroupNorm, moments: Tensor, out: Tensor) -> None:
-    repeats = x.shape[1] // norm.num_groups
-    wide = torch.promote_types(x.dtype, torch.float32)
-    weight = None if norm.weight is None else norm.weight.to(wide)
-    bias = None if norm.bias is None else norm.bias.to(wide)
-    mean, var = moments.repeat_interleave(repeats, 2).to(wide)
-    # Not wanted here, but devices other than CPUs normalise from what they have written to these two.
-    saved_mean, saved_deviation = mean.new_empty(0), mean.new_empty(0)
-    for i, image in enumerate(x):
-        torch.ops.aten.native_batch_norm.out(
-            image[None],
-            weight,
-            bias,
-            mean[i],
-            var[i],
-            False,
-            0.0,
-            norm.eps,
-            out=out[i : i + 1],
-            save_mean=saved_mean,
-            save_invstd=saved_deviation,
-        )
+def _linear(norm: nn.GroupNorm, moments: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a map is multiplied with and what is added then, [b, c, 1, 1], at least float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    mean, var = moments.repeat_interleave(norm.num_channels // norm.num_groups, 2).to(wide)
+    scale = (var + norm.eps).rsqrt_()
+    if norm.weight is not None:
+        scale = scale * norm.weight.to(wide)
+    shift = -mean * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias.to(wide)
+    return scale[..., None, None], shift[..., None, None]

@@ -13,8 +13,9 @@ from diffusers.models.downsampling import Downsample2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
+from vaepar.layers.bands import bands_of, rows_of_a_band
 from vaepar.layers.context import ShardContext, active_shard, is_plain
-from vaepar.layers.inputs import Stencil, shard_input, shard_plan
+from vaepar.layers.inputs import Stencil, shard_plan
 from vaepar.layers.kernels import convolve, out_shape
 from vaepar.parallel.shards import Window
 
@@ -47,7 +48,9 @@ class ShardUpsampleConv(nn.Sequential):
             return called
         if input.dtype == torch.float64 and isinstance(self[0], WanUpsample | QwenImageUpsample):
             input = input.float().double()  # these two pass through float32, which rounds
-        return upsample_conv(context, input, conv)
+        out = upsample_conv(context, input, conv)
+        context.pool.give_result()  # what follows is larger, above all the shortcut in parallel of Wan 2.2
+        return out
 
 
 class ShardUpsample2D(Upsample2D):
@@ -86,26 +89,30 @@ def upsample_conv(context: ShardContext, x: Tensor, conv: nn.Conv2d) -> Tensor:
     if x.dtype not in _EXACT_DTYPES or not is_plain(conv):
         large: Tensor = conv(F.interpolate(x, scale_factor=2.0, mode="nearest-exact"))
         return large
-    weight, bias = conv.weight, conv.bias
     window = Window(3, before=1, after=1)
-    height, width = x.shape[-2:]
     stencil = Stencil(window, window)
-    x, padding = shard_input(context, x, stencil, shard_plan(context, x, stencil))
-    kernels, bias = _phase_kernels(weight), None if bias is None else bias.repeat(2)
-    channels = weight.shape[0]
+    plan = shard_plan(context, x, stencil)
+    exchange = context.begin_exchange(plan, x)
+    halos = [] if exchange is None else exchange.finish()
+    kernels, bias = _phase_kernels(conv.weight), None if conv.bias is None else conv.bias.repeat(2)
+    channels, (height, width) = conv.out_channels, x.shape[-2:]
     out = torch.empty(
         (x.shape[0], channels, 2 * height, 2 * width),
         dtype=x.dtype,
         device=x.device,
         memory_format=torch.channels_last,
     )
-    for a, kernel in enumerate(kernels):  # even rows, then odd ones: both at once would be a second map of this size
-        make = partial(convolve, x, kernel, bias, (1, 1), padding, (1, 1), 1)
-        phases = context.read_once(out_shape(x, kernel, (1, 1), padding, (1, 1)), x, make)
-        for b, part in enumerate(phases.split(channels, 1)):
-            out[:, :, a::2, b::2].copy_(part[:, :, a : a + height, b : b + width])
-        del phases, part
-    context.pool.give_result()  # what a shortcut in parallel makes now is larger
+    rows = rows_of_a_band(x, stencil, kernels[0], 2 * channels)
+    for image in range(x.shape[0]):
+        for start, band, padding in bands_of(context, x, image, stencil, plan, halos, rows):
+            stop = min(start + rows, height)
+            large = out[image : image + 1, :, 2 * start : 2 * stop]
+            for a, kernel in enumerate(kernels):  # even rows, then odd ones: half of the memory
+                make = partial(convolve, band, kernel, bias, (1, 1), padding, (1, 1), 1)
+                phases = context.read_once(out_shape(band, kernel, (1, 1), padding, (1, 1)), x, make)
+                for b, phase in enumerate(phases.split(channels, 1)):
+                    large[:, :, a::2, b::2].copy_(phase[:, :, a : a + stop - start, b : b + width])
+                del phases, phase
     return out
 
 

@@ -94,6 +94,13 @@ class RankGroup(ABC):
         self.traffic.rounds += 1
         return self._exchange(contiguous, receives)
 
+    def all_bring(self, value: int, ranks: int) -> bool:
+        """True when the first ``ranks`` ranks, which all call this, bring the same value (64 bit). One round."""
+        mine = torch.tensor([value], dtype=torch.int64, device=self.device)
+        theirs = [Message(torch.empty_like(mine), peer) for peer in range(ranks) if peer != self.rank]
+        self.exchange([Message(mine, message.peer) for message in theirs], theirs).wait()
+        return all(int(message.tensor) == value for message in theirs)
+
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Replace ``tensor`` on every rank by that of rank ``src``; shape and dtype are the same everywhere."""
         if self.size > 1:

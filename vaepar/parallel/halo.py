@@ -16,6 +16,12 @@ from torch import Tensor
 from vaepar.parallel.group import Message, Pending, RankGroup
 from vaepar.parallel.shards import HaloPlan, Layout
 
+Pieces = list[tuple[int, Tensor]]
+"""Rows of other ranks: the number of the first, and [B, C, (T,) H, W]."""
+
+# How much more memory a result may be given than it needs: phases of an upsampling have a row and a column to spare.
+_RESULT_SLACK = 1.05
+
 
 @dataclass
 class BufferPool:
@@ -50,10 +56,10 @@ class BufferPool:
     def result(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """The one buffer for short-lived results of a convolution, contiguous; what an earlier call gave is void then.
 
-        It has exactly this shape: a block may keep it (:meth:`give_result`), and no more memory with it.
+        It is not larger than that: a block may keep it (:meth:`give_result`), and no more memory with it.
         """
         held = self.held_result(shape, like)
-        if held is None:
+        if held is None or (self._result is not None and self._result.numel() > _RESULT_SLACK * held.numel()):
             self.give_result()  # before the new one is made
             with torch.inference_mode(False):
                 held = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
@@ -61,11 +67,10 @@ class BufferPool:
         return held
 
     def held_result(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
-        """The buffer of :meth:`result` if it is there and of that shape."""
-        held = self._result
-        if held is None or (held.numel(), held.dtype, held.device) != (math.prod(shape), like.dtype, like.device):
-            return None
-        return held.view(tuple(shape))
+        """That much of the buffer of :meth:`result`, if it is there and large enough."""
+        held, count = self._result, math.prod(shape)
+        fits = held is not None and (held.dtype, held.device) == (like.dtype, like.device) and held.numel() >= count
+        return held[:count].view(tuple(shape)) if held is not None and fits else None
 
     def keep_result(self, x: Tensor) -> None:
         """Make the memory of ``x``, [B, C, ...] and channels_last, the buffer of :meth:`result`."""
@@ -126,10 +131,55 @@ class HaloExchange:
             self._buffers.append(buffer.movedim(-1, 1))
         self._pending: Pending = group.exchange(sends, receives)
 
-    def finish(self) -> list[tuple[int, Tensor]]:
+    def finish(self) -> Pieces:
         """Wait; the received pieces as (first row, [B, C, (T,) H, W]), in the order of rows."""
         self._pending.wait()
         return [(receive.start, piece) for receive, piece in zip(self._plan.receives, self._buffers, strict=True)]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The rows of an exchange that is over."""
+
+    pieces: Pieces
+
+    def finish(self) -> Pieces:
+        return self.pieces
+
+
+def gather_beside_halo(
+    group: RankGroup, layout: Layout, part: Tensor, plan: HaloPlan, rows: Tensor, dim: int, pool: BufferPool
+) -> tuple[list[Tensor], Pieces]:
+    """:func:`gather_parts` of parts of one shape and the exchange of :class:`HaloExchange` in one round.
+
+    A peer gets one message of both: with small maps, an exchange takes as long as the arithmetic between two of them.
+
+    Args:
+        part: contiguous; its bytes are a multiple of the size of a value of ``rows``, which follow them.
+    """
+    axis, inner = dim - 1, rows.movedim(1, -1)
+    ahead = part.numel() * part.element_size()
+    parts, pieces, sends, receives = {group.rank: part}, {}, [], []
+    for peer in (rank for rank in range(layout.ranks) if rank != group.rank):
+        sent = [inner.narrow(axis, send.start - plan.own[0], send.rows) for send in plan.sends if send.peer == peer]
+        sends.append(Message(torch.cat([_bytes(tensor) for tensor in (part, *sent)]), peer))
+        shapes = []
+        for receive in plan.receives:
+            if receive.peer == peer:
+                shapes.append((receive.start, [*inner.shape[:axis], receive.rows, *inner.shape[axis:][1:]]))
+        sizes = [ahead, *(math.prod(shape) * rows.element_size() for _, shape in shapes)]
+        buffer = pool.take(("beside", peer), (sum(sizes),), rows.new_empty(0, dtype=torch.uint8))
+        receives.append(Message(buffer, peer))
+        first, *others = torch.split(buffer, sizes)
+        parts[peer] = first.view(part.dtype).view(part.shape)
+        for (start, shape), values in zip(shapes, others, strict=True):
+            pieces[start] = values.view(rows.dtype).view(shape).movedim(-1, 1)
+    group.exchange(sends, receives).wait()
+    return [parts[rank] for rank in range(layout.ranks)], sorted(pieces.items())
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
 
 
 def gather_parts(group: RankGroup, layout: Layout, part: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
