@@ -165,7 +165,11 @@ def with_batch(command: Callable[..., None]) -> Callable[..., None]:
         del chosen["config_"], chosen["print_config"]
         chosen["list_"] = tuple(chosen["list_"] or ())
         remarks = config.unknown_variables(values["ctx"], os.environ)
-        command(**values, batch=Batch(**chosen, remarks=tuple(remarks)))
+        try:
+            command(**values, batch=Batch(**chosen, remarks=tuple(remarks)))
+        except UsageError as error:
+            config.add_sources(error, values["ctx"])
+            raise
 
     del expanded.__dict__["__wrapped__"]  # its signature would be taken for this one's
     expanded.__dict__["__signature__"] = signature.replace(parameters=parameters)

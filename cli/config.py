@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,6 +65,20 @@ def unknown_variables(ctx: typer.Context, environment: Mapping[str, str]) -> lis
         guess = f"; did you mean {_VARIABLES}{close[0]}?" if close else ""
         lines.append(f"{shown(name)} is set and no option is called so{guess}")
     return lines
+
+
+def add_sources(error: UsageError, ctx: typer.Context) -> None:
+    """Say in ``error`` which variable or file a value came from that it speaks of: nobody finds that on the line."""
+    told = []
+    for param in ctx.command.params:
+        name, value = str(param.name), str(ctx.params.get(str(param.name)))
+        source = getattr(ctx.get_parameter_source(name), "name", "")
+        place = {"ENVIRONMENT": getattr(param, "envvar", None) or f"{_VARIABLES}{plain(name).upper()}"}
+        place["DEFAULT_MAP"] = f"--config {shown(ctx.params.get('config_'))}"
+        if source in place and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", str(error)):
+            told.append(f"--{plain(name).replace('_', '-')} comes from {place[source]}")
+    if told:
+        error.args = (f"{error} ({', '.join(told)})",)
 
 
 def plain(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 FROM_ENVIRONMENT = "Each option can be given as VAEPAR_NAME too, and in a TOML file (--config)."
 
@@ -26,3 +26,13 @@ class GroupedCommand(TyperCommand):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+class WholeLines(TyperGroup):
+    """The commands, each with the whole first sentence of its help; the parser's own list ends in dots."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        names = self.list_commands(ctx)
+        commands = [(name, self.get_command(ctx, name)) for name in names]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, known.get_short_help_str(10_000)) for name, known in commands if known])

@@ -19,7 +19,7 @@ from vaepar.launch import World, prepare_process
 
 from . import bench, decode, encode, env, inspect, models
 from .batch import with_batch
-from .help import FROM_ENVIRONMENT, GroupedCommand
+from .help import FROM_ENVIRONMENT, GroupedCommand, WholeLines
 from .mistyped import MistypedError, usage_line
 from .output import complain
 
@@ -29,6 +29,7 @@ Work = Callable[[Sequence[str]], int]
 
 app = typer.Typer(
     name="vaepar",
+    cls=WholeLines,
     help="Decode saved diffusion latents to pictures and videos, in parallel and exactly.",
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -186,22 +186,23 @@ def joined(world: World, device: str, timeout_seconds: float = 300) -> Iterator[
 
 @contextmanager
 def _batch_scheduling() -> Iterator[None]:
-    """Let threads that wake up wait for a core instead of taking it from one that computes; threads made here too.
+    """Let this thread, and threads and processes that it starts meanwhile, wait for a core instead of taking it.
 
     gloo's thread wakes up for each message. Where it interrupts the rank's own thread while that holds gloo's lock, it
     spins for the lock through its whole time slice: a twentieth of a decode on two cores. A policy that somebody else
     has chosen stays.
     """
-    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    with contextlib.suppress(OSError):  # a sandbox may forbid it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    changed = False
+    with contextlib.suppress(OSError, AttributeError):  # a sandbox may forbid it, another system not have it
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            changed = True
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        if changed:
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def prepare_process() -> None:

@@ -251,6 +251,12 @@ def watched(vae: Any) -> None:
     vae.decoder.up_blocks[0].resnets[0].norm1.register_forward_hook(lambda module, args, out: None)
 
 
+def upsamplers_watched(vae: Any) -> None:
+    for upsampler in vae.decoder.up_blocks[0].upsamplers:
+        for part in [upsampler.conv] if hasattr(upsampler, "conv") else list(upsampler.resample):
+            part.register_forward_hook(lambda module, args, out: None)
+
+
 def replaced(vae: Any) -> None:
     block = vae.decoder.up_blocks[0].resnets[0]
     block.nonlinearity = nn.Sequential(block.nonlinearity)
@@ -260,7 +266,7 @@ def in_training(vae: Any) -> None:
     vae.decoder.up_blocks[0].resnets[0].dropout = nn.Dropout(1e-30).train()  # drops nothing, but could
 
 
-@pytest.mark.parametrize("change", [watched, replaced, in_training])
+@pytest.mark.parametrize("change", [watched, upsamplers_watched, replaced, in_training])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("family", ["kl", "wan21"])
 def test_a_change_on_one_rank_alone(family: str, size: int, change: Any) -> None:

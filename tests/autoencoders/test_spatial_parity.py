@@ -26,6 +26,7 @@ from tests.families import ADAPTERS, MAKERS, VIDEO, latent
 from tests.layers.shard import small_bands
 from tests.processes import run_processes
 from vaepar.autoencoders.spatial import shard_decode_chunks, shard_encode
+from vaepar.layers.bands import convolve_in_bands
 from vaepar.parallel.group import RankGroup
 from vaepar.parallel.shards import Axis
 
@@ -71,11 +72,21 @@ def test_real_topology(family: str, axis: Axis) -> None:
 def test_pictures_in_bands(family: str, size: int, axis: Axis, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large pictures go through their blocks in bands of rows; here bands are as small as these pictures."""
     small_bands(monkeypatch, 10_000)
+    banded: list[torch.Size] = []
+
+    def counted(context: Any, norm: Any, conv: Any, x: Tensor) -> Tensor:
+        banded.append(x.shape)
+        return convolve_in_bands(context, norm, conv, x)
+
+    monkeypatch.setattr("vaepar.layers.blocks.convolve_in_bands", counted)
     plain, vae = MAKERS[family](), ADAPTERS[family]()
     z = latent(family, 7, 8, batch=2)
     picture = plain_decode(plain, z)
     close(shard_decode(vae, z, size, axis)[0], picture)
+    assert len(banded) >= 4 * size
+    banded.clear()
     close(shard_moments(vae, picture.clamp(-1, 1), size, axis)[0], plain_moments(plain, picture.clamp(-1, 1)))
+    assert len(banded) >= 4 * size
 
 
 @pytest.mark.parametrize("frames", [1, 2, 5])

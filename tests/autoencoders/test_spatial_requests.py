@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import Attention
+from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
 from tests.autoencoders.shards import AXES, close, joined, plain_decode, shard_decode, shard_moments
@@ -281,6 +285,22 @@ def test_what_travels_is_what_the_arithmetic_says(size: int, axis: Axis) -> None
         return group.traffic.messages, group.traffic.bytes, group.traffic.rounds
 
     assert run_loopback(size, work) == predicted(vae, z, axis, size)
+
+
+@pytest.mark.parametrize("family", ["kl", "flux2"])
+def test_a_picture_takes_a_round_for_each_norm_and_its_convolution(family: str) -> None:
+    """And one for each norm and each convolution elsewhere, one for keys and values, one to agree on all this."""
+    vae, z = ADAPTERS[family](), latent(family, 6, 4)
+    models = [copy.deepcopy(vae) for _ in range(2)]
+
+    def work(group: RankGroup) -> int:
+        chunks_of(models[group.rank], z, group, "height")
+        return group.traffic.rounds
+
+    kinds = Counter(type(part) for part in vae.decoder.modules())
+    blocks, attentions, upsamplers = kinds[ResnetBlock2D], kinds[Attention], kinds[Upsample2D]
+    assert blocks
+    assert run_loopback(2, work) == [1 + 2 * blocks + 2 * attentions + upsamplers + 3] * 2
 
 
 def test_wan21_takes_at_most_nine_rounds_for_each_latent_frame_after_the_first() -> None:

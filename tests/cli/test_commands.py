@@ -98,7 +98,52 @@ def test_models_are_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["family"] for row in rows} == {"kl", "flux2", "qwenimage", "wan"}
     assert all("tile" in row["decode_modes"] and row["dtypes"] and row["group_layouts"] for row in rows)
     assert run(["models"]) == 0
-    assert "AutoencoderKLWan" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert any("AutoencoderKLWan" in line and "B C T H W" in line for line in lines)
+    assert sum("spatial_shard_width" in line for line in lines) == 2  # once of decode, once of encode
+
+
+def test_the_list_of_commands_is_whole_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["-h"]) == 0
+    printed = capsys.readouterr().out
+    assert "..." not in printed.replace("[ARGS]...", "")
+    assert "parallel modes are on this machine." in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("variable", "line", "words"),
+    [
+        ("VAEPAR_MODE", "tiles", "'tiles' does not exist"),
+        ("VAEPAR_CRF", "99", "crf is 99"),
+        ("VAEPAR_SHARD", "9/3", "--shard is 9/3"),
+        ("VAEPAR_VAE_PARALLEL_SIZE", "none", "none"),
+    ],
+)
+def test_errors_name_the_variable_or_the_file_that_a_value_comes_from(
+    variable: str,
+    line: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    option = variable.removeprefix("VAEPAR_").lower().replace("_", "-")
+    command = ["decode", "x", "--model", "demo"]
+    assert run([*command, f"--{option}", line]) == 2
+    assert "comes from" not in capsys.readouterr().err  # it stands on the line
+    with monkeypatch.context() as changed:
+        changed.setenv(variable, line)
+        assert run(command) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        assert words in told
+        assert f"(--{option} comes from {variable})" in told
+    file = tmp_path / "options.toml"
+    file.write_text(f"{option} = '{line}'\n")
+    assert run([*command, "--config", str(file)]) == 2
+    assert f"(--{option} comes from --config {file})" in " ".join(capsys.readouterr().err.split())
 
 
 def test_env_names_what_matters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
+import socket
 import threading
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
+from tests.farm.ranks import apart
 from vaepar.errors import RankLostError
-from vaepar.launch import _batch_scheduling
+from vaepar.launch import World, joined
 from vaepar.parallel.torch_group import _agree_on_name
 
 
@@ -52,15 +54,24 @@ def test_who_does_not_come_is_named() -> None:
         _agree_on_name(HashStore(), 1, 2, 0.1)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such policy")
-def test_threads_that_a_rank_makes_do_not_interrupt_it() -> None:
-    policies: list[int] = []
-    with _batch_scheduling():
-        thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
-        thread.start()
-        thread.join()
-        with _batch_scheduling():  # already chosen: left as it is
-            pass
-        policies.append(os.sched_getscheduler(0))
-    assert policies == [os.SCHED_BATCH, os.SCHED_BATCH]
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+def policies_of_a_rank(before: int) -> list[set[int]]:
+    """Scheduling of gloo's threads while a rank is joined, of its own thread then, and of that afterwards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    where = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(where, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.sched_setscheduler(0, before, os.sched_param(0))
+    with joined(World.from_environment(), "cpu"):
+        threads = [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]
+        passing = {os.sched_getscheduler(int(task.name)) for task in threads}
+        own = {os.sched_getscheduler(0)}
+    return [passing, own, {os.sched_getscheduler(0)}]
+
+
+@pytest.mark.processes
+def test_ranks_on_cpus_are_batch_work() -> None:
+    """Unless somebody has chosen otherwise."""
+    batch, usual, idle = {os.SCHED_BATCH}, {os.SCHED_OTHER}, {os.SCHED_IDLE}
+    assert apart(policies_of_a_rank, os.SCHED_OTHER) == [batch, batch, usual]
+    assert apart(policies_of_a_rank, os.SCHED_IDLE) == [idle, idle, idle]

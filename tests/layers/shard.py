@@ -47,5 +47,5 @@ def seeded(build: Callable[[], Any], dtype: torch.dtype = torch.float64) -> Any:
 
 def small_bands(monkeypatch: pytest.MonkeyPatch, size: int = 2500) -> None:
     """Let maps of tests be large enough for bands of a few rows."""
-    monkeypatch.setattr("vaepar.layers.kernels._BAND_BYTES", size)
-    monkeypatch.setattr("vaepar.layers.kernels._BAND_PER_WEIGHTS", 0)
+    monkeypatch.setattr("vaepar.layers.bands._BAND_BYTES", size)
+    monkeypatch.setattr("vaepar.layers.bands._BAND_PER_WEIGHTS", 0)

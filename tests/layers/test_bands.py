@@ -7,14 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
 from tests.layers.shard import random_map, run_sharded, seeded, small_bands
 from tests.memory import PeakBytes
-from vaepar.layers.bands import convolve_in_bands, goes_in_bands
-from vaepar.layers.context import ShardContext, active_shard
+from vaepar.layers.bands import _BAND_BYTES, convolve_in_bands, goes_in_bands
+from vaepar.layers.context import ShardContext, active_shard, shard_active
 from vaepar.layers.conv import ShardConv2d
 from vaepar.layers.inputs import channels_last
+from vaepar.layers.install import install_shards
 from vaepar.layers.kernels import Result
 from vaepar.layers.norm import ShardGroupNorm
 from vaepar.parallel.group import RankGroup, SoloGroup
@@ -83,10 +85,10 @@ def test_the_result_may_stand_where_the_input_stood(ranks: int, axis: Axis, monk
         assert context is not None
         assert isinstance(layer, Joined)
 
-        def base(image: int, rows: slice, part: Tensor) -> None:
-            part.copy_(added[image : image + 1, :, rows])
+        def fill(images: slice, rows: slice, part: Tensor) -> None:
+            part.copy_(added[images, :, rows])
 
-        with context.result_open(Result(memory, adds=True, base=base)):
+        with context.result_open(Result(memory, adds=True, fill=fill)):
             out = convolve_in_bands(context, layer.norm, layer.conv, memory)
         assert out.data_ptr() == memory.data_ptr()
         return out
@@ -110,7 +112,7 @@ def test_bands_take_one_round_and_a_band_of_memory() -> None:
     map_bytes = x.nbytes // 2
     for rounds, messages, peak in run_loopback(2, work):
         assert (rounds, messages) == (1, 1)
-        assert peak <= map_bytes + 1.1 * 16 * 2**20  # the result, a band, and edges of a column
+        assert peak <= map_bytes + 1.1 * _BAND_BYTES  # the result, a band, and edges of a column
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,46 @@ def test_which_convolutions_go_in_bands(conv: ShardConv2d, bands: bool, monkeypa
     assert not goes_in_bands(context, conv, x)  # one band would hold it all
     small_bands(monkeypatch)
     assert goes_in_bands(context, conv, x) == bands
+
+
+def test_what_does_not_go_in_bands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN sums float32 alone; a hook may want to see the norm's result."""
+    small_bands(monkeypatch)
+    layouts = [split_rows(32, 1)]
+    context, x = ShardContext(SoloGroup(), "height", layouts), torch.zeros(1, 8, 32, 8)
+    conv = ShardConv2d(8, 8, 3, padding=1)
+    assert goes_in_bands(context, conv, x)
+    assert not goes_in_bands(context, conv, x.double())
+    assert not goes_in_bands(ShardContext(SoloGroup(), "height", layouts, overwrites=False), conv, x)
     assert not goes_in_bands(context, conv.double(), x)
-    assert not goes_in_bands(context, conv, x.double())  # no sums of oneDNN's
-    hooked = ShardContext(SoloGroup(), "height", [split_rows(32, 1)], overwrites=False)
-    assert not goes_in_bands(hooked, conv.float(), x)
+
+
+def test_two_blocks_in_a_row_whatever_the_shortcut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one must not find the first one's result in the memory that it takes for its own."""
+    small_bands(monkeypatch)
+    for shortcut in (None, nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Sequential(nn.Conv2d(8, 8, 1))):
+        blocks = seeded(lambda: nn.ModuleList([block(), block()]), torch.float32)
+        blocks[0].conv_shortcut = None if shortcut is None else shortcut
+        x = random_map(2, 8, 24, 20, dtype=torch.float32)
+        with torch.no_grad():
+            expected = blocks[1](blocks[0](x, None), None)
+        install_shards(blocks)
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context, shard_active(ShardContext(SoloGroup(), "height", [split_rows(24, 1)])):
+                out = blocks[1](blocks[0](x.clone(), None), None)
+            torch.testing.assert_close(out, expected, atol=5e-6, rtol=0)
+
+
+def block() -> ResnetBlock2D:
+    return ResnetBlock2D(in_channels=8, out_channels=8, temb_channels=None, groups=2, eps=1e-6)
+
+
+def test_a_block_holds_its_input_a_map_and_a_band() -> None:
+    layer = seeded(block, torch.float32)
+    install_shards(layer)
+    layer.sums_in_place = True
+    x = channels_last(random_map(1, 8, 2048, 1024, dtype=torch.float32))
+    with shard_active(ShardContext(SoloGroup(), "height", [split_rows(2048, 1)])), PeakBytes() as counted:
+        out = layer(x, None)
+    assert out.data_ptr() == x.data_ptr()
+    assert counted.peak <= x.nbytes + 1.1 * _BAND_BYTES

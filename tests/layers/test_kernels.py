@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.layers.shard import random_map
 from vaepar.layers.inputs import channels_last
-from vaepar.layers.kernels import Result, adds_convolutions, band_rows, convolve, meta_for_cpu, mix_channels, out_shape
+from vaepar.layers.kernels import Result, adds_convolutions, convolve, meta_for_cpu, mix_channels, out_shape
 from vaepar.parallel.halo import BufferPool
 
 # Of sums of some hundred float32 products.
@@ -132,14 +132,3 @@ def test_the_buffer_for_results() -> None:
     with torch.inference_mode():
         pool.keep_result(maps(1, 3, 2, 2))
     assert pool.held_result((1, 2, 2, 3), like) is None
-
-
-def test_rows_of_a_band() -> None:
-    x, weight = torch.empty(1, 16, 4096, 256, device="meta"), torch.empty(8, 16, 3, 3, device="meta")
-    assert band_rows(x, weight) == 4096  # devices without a cache to speak of
-    with meta_for_cpu():
-        assert band_rows(x, weight) == 16 * 2**20 // (16 * 256 * 4)
-        assert band_rows(x, weight, 32) == band_rows(x, weight) // 2
-        wide = torch.empty(512, 512, 3, 3, device="meta")
-        assert band_rows(x, wide) == 4 * wide.nbytes // (16 * 256 * 4)
-        assert band_rows(torch.empty(1, 512, 4, 2**20, device="meta"), weight) == 1

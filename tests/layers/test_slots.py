@@ -157,7 +157,7 @@ CHANGES = [
 @pytest.mark.parametrize("axis", ["height", "width"])
 @pytest.mark.parametrize(
     ("ranks", "size"), [(1, 11), (3, 11), (2, 36)]
-)  # with 16 rows and more, halos are awaited late
+)  # without slots, from 16 rows on, halos are awaited late
 @pytest.mark.parametrize("out", [_CHANNELS, 24])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(

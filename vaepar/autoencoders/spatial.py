@@ -102,7 +102,7 @@ def shard_encode(
     request = _Request(vae, group, axis, layouts, owner)
     try:
         group.check_alarm()
-        request.settle_manner()
+        request.agree_to_overwrite()
         rows = None
         if request.context is not None:
             rows = _encode_rows(vae, x, steps, request, request.context, layouts[0])
@@ -127,14 +127,14 @@ class _Request:
         self._receivers = range(group.size) if owner is None else (owner,)
         self._pending: list[tuple[Pending, Tensor]] = []
 
-    def settle_manner(self) -> None:
+    def agree_to_overwrite(self) -> None:
         """Let layers write over maps and exchange rows early, if the model allows it, and is the same on all ranks.
 
         A hook may be on one rank only, as for a look at its maps; if that rank alone exchanged something later or
         apart, each would take the other's message for another one.
         """
         if self.context is not None:
-            same = self.group.all_bring(_fingerprint(self._vae), self._ranks)
+            same = self.group.all_equal(_fingerprint(self._vae), self._ranks)
             self.context.overwrites = same and not _is_changed(self._vae)
 
     def own_rows(self, x: Tensor, layout: Layout, factor: int = 1) -> Tensor:
@@ -195,10 +195,10 @@ def _decode(
     request = _Request(vae, group, axis, layouts, owner)
     walk = vae.decode_pieces(_frames(request.own_rows(z, layouts[0]), step) for step in steps)
     try:
+        group.check_alarm()
+        request.agree_to_overwrite()
         for step in steps:
             group.check_alarm()
-            if step is steps[0]:
-                request.settle_manner()
             rows = None
             if request.context is not None:
                 request.context.last = step is steps[-1]
@@ -289,7 +289,7 @@ def _is_changed(vae: ShardFamily) -> bool:
 
 
 def _fingerprint(vae: ShardFamily) -> int:
-    """A number for all that decides how layers exchange their rows: hooks, the layers' classes, dropout."""
+    """A number for hooks or none, the layers' classes, and dropout that is on; ``hash`` differs between processes."""
     layers = [f"{type(part).__qualname__} {part.training and getattr(part, 'p', 0)}" for part in vae.modules()]
     return zlib.crc32(f"{_is_changed(vae)} {' '.join(layers)}".encode())
 

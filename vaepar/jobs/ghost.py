@@ -33,7 +33,7 @@ class GhostGroup(RankGroup):
     def gather_values(self, value: int) -> list[int]:
         return [value] * self.size
 
-    def all_bring(self, value: int, ranks: int) -> bool:
+    def all_equal(self, value: int, ranks: int) -> bool:
         return True
 
     def broadcast_text(self, text: str | None, src: int = 0) -> str:

@@ -48,10 +48,10 @@ class ShardResnetBlock2D(ResnetBlock2D):
             direct: Tensor = super().forward(input_tensor, temb, *args, **kwargs)
             return direct
         x = channels_last(input_tensor)
-        first = _step(context, self.norm1, self.nonlinearity, self.conv1, x)
+        first = _half(context, self.norm1, self.nonlinearity, self.conv1, x)
         out = _read_once(context, self.conv1, self.norm2, x, first)
-        second = _step(context, self.norm2, self.nonlinearity, self.conv2, out, dropout=self.dropout)
-        del first, out  # memory that is free for the result, or for each band of it
+        second = _half(context, self.norm2, self.nonlinearity, self.conv2, out, dropout=self.dropout)
+        del first, out  # they hold a map whose memory is free for the result
         out = _with_shortcut(context, self, self.conv2, x, second)
         return out if self.output_scale_factor == 1 else out / self.output_scale_factor
 
@@ -77,42 +77,42 @@ class ShardCausalResidualBlock(nn.Module):
             return direct
         cache, place = feat_cache, feat_idx
         ready = _ready(context, self.norm1, self.nonlinearity, self.conv1, x, cache=cache[place[0]])
-        first = _Step(lambda: cached_convolve(context, self.conv1, ready, cache, place))
+        first = _Half(lambda: cached_convolve(context, self.conv1, ready, cache, place))
         out = _read_once(context, self.conv1, self.norm2, x, first)
         before: Tensor | None = cache[place[0]]
         ready = _ready(context, self.norm2, self.nonlinearity, self.conv2, out, dropout=self.dropout, cache=before)
         del out  # its memory is free for the result
-        second = _Step(lambda: cached_convolve(context, self.conv2, ready, cache, place))
+        second = _Half(lambda: cached_convolve(context, self.conv2, ready, cache, place))
         return _with_shortcut(context, self, self.conv2, x, second)
 
 
 @dataclass(frozen=True)
-class _Step:
-    """A convolution that is ready to be made, and the norm ahead of it, which a step in bands has yet to make.
+class _Half:
+    """Half of a block: a convolution that can be made, with the norm ahead of it where both go in bands.
 
     Args:
-        banded: the map that a step in bands reads while it writes its result; None for others.
+        banded: the map that is read band by band while the result is written; None where the norm has been made.
     """
 
     convolve: Callable[[], Tensor]
     banded: Tensor | None = None
 
 
-def _step(
+def _half(
     context: ShardContext,
     norm: nn.Module,
     activation: nn.Module,
     conv: nn.Module,
     x: Tensor,
     dropout: nn.Module | None = None,
-) -> _Step:
+) -> _Half:
     """``conv(dropout(activation(norm(x))))`` of a picture [b, c, h, w]."""
     x = channels_last(x)
     if isinstance(norm, ShardGroupNorm) and isinstance(conv, ShardConv2d) and is_plain(norm) and is_plain(conv):
         plain = is_plain(activation, ShardSiLU) and _does_nothing(dropout)
         if plain and goes_in_bands(context, conv, x):
-            return _Step(partial(convolve_in_bands, context, norm, conv, x), banded=x)
-    return _Step(partial(conv, _ready(context, norm, activation, conv, x, dropout=dropout)))
+            return _Half(partial(convolve_in_bands, context, norm, conv, x), banded=x)
+    return _Half(partial(conv, _ready(context, norm, activation, conv, x, dropout=dropout)))
 
 
 def _ready(
@@ -137,7 +137,7 @@ def _ready(
         slot = conv.slot(context, x, cache)
     elif known and isinstance(conv, ShardConv2d):
         slot = conv.slot(context, x)
-        # A GroupNorm's own exchange comes after that of its input or before that of its result, on all ranks alike.
+        # Rows travel with a GroupNorm's statistics on all ranks or on none; one that skips rows has slots on some only.
         early = early and (conv.stencil().keeps_size or not isinstance(norm, ShardGroupNorm))
     if slot is not None and isinstance(norm, _NORMS) and early:
         norm.write_activated(context, x, slot)
@@ -157,39 +157,39 @@ def _does_nothing(dropout: nn.Module | None) -> bool:
     return type(dropout) is nn.Dropout and is_plain(dropout) and not (dropout.training and dropout.p)
 
 
-def _read_once(context: ShardContext, conv: nn.Module, norm: nn.Module, x: Tensor, step: _Step) -> Tensor:
-    """What ``step`` makes by ``conv`` of a map like ``x``, good until ``norm`` has read it."""
+def _read_once(context: ShardContext, conv: nn.Module, norm: nn.Module, x: Tensor, half: _Half) -> Tensor:
+    """What ``half`` makes by ``conv`` of a map like ``x``, good until ``norm`` has read it."""
     if not (isinstance(conv, _CONVOLUTIONS) and is_plain(conv) and is_plain(norm, _NORMS)):
-        return step.convolve()
+        return half.convolve()
 
     def into(result: Result | None) -> Tensor:
         with context.result_open(result):
-            return step.convolve()
+            return half.convolve()
 
     return context.read_once((x.shape[0], conv.out_channels, *x.shape[2:]), x, into)
 
 
-def _with_shortcut(context: ShardContext, block: _Block, conv: nn.Module, x: Tensor, step: _Step) -> Tensor:
-    """The sum of what ``step`` makes by ``conv``, and of the block's shortcut of its input ``x``."""
+def _with_shortcut(context: ShardContext, block: _Block, conv: nn.Module, x: Tensor, half: _Half) -> Tensor:
+    """The sum of what ``half`` makes by ``conv``, and of the block's shortcut of its input ``x``."""
     shortcut = block.conv_shortcut
     if type(shortcut) is nn.Identity and is_plain(shortcut):
         shortcut = None
     base = None
     if isinstance(conv, _CONVOLUTIONS) and is_plain(conv) and is_plain(block.norm2, _NORMS):
-        base = _base(context, shortcut, x, step, own=block.sums_in_place)
+        base = _base(context, shortcut, x, half, own=block.sums_in_place)
     if base is not None:
         with context.result_open(base):
-            out = step.convolve()
+            out = half.convolve()
         if shortcut is not None and block.sums_in_place:
             context.pool.keep_result(x)  # nobody reads it again
         return base.memory if base.taken else base.memory.add_(out)
-    out = step.convolve()
+    out = half.convolve()
     if shortcut is None:
         return _sum(context, out, x, own=block.sums_in_place)
     return _sum(context, out, _shortcut(context, shortcut, x))
 
 
-def _base(context: ShardContext, shortcut: nn.Module | None, x: Tensor, step: _Step, *, own: bool) -> Result | None:
+def _base(context: ShardContext, shortcut: nn.Module | None, x: Tensor, half: _Half, *, own: bool) -> Result | None:
     """A map that holds the shortcut of ``x`` and becomes the block's result; None: the sum is taken afterwards.
 
     The convolution that will be added to it has its input in the scratch buffer, so a shortcut must not need that.
@@ -202,14 +202,14 @@ def _base(context: ShardContext, shortcut: nn.Module | None, x: Tensor, step: _S
             return None
         channels = shortcut.out_channels
     shape = (x.shape[0], channels, *x.shape[2:])
-    if step.banded is not None and tuple(step.banded.shape) != shape:
+    if half.banded is not None and tuple(half.banded.shape) != shape:
         context.pool.give_result()  # rows of another length: a band would be written over some that are not yet read
     result = context.passing_result(shape, x)
     if result is None:
         return None
     context.pool.give_result()
-    if step.banded is not None:
-        return Result(result.memory, adds=True, base=partial(_write_shortcut, shortcut, x))
+    if half.banded is not None:
+        return Result(result.memory, adds=True, fill=partial(_write_shortcut, shortcut, x))
     if shortcut is None:
         return Result(result.memory.copy_(x), adds=True)
     slot = context.set_slot_aside()  # that of the convolution
@@ -219,9 +219,9 @@ def _base(context: ShardContext, shortcut: nn.Module | None, x: Tensor, step: _S
     return Result(result.memory if result.taken else added, adds=True)
 
 
-def _write_shortcut(shortcut: nn.Module | None, x: Tensor, image: int, rows: slice, out: Tensor) -> None:
-    """A block's shortcut of some rows of one image into ``out``, [1, c, n, w]; a 1x1 convolution or none."""
-    part = x[image : image + 1, :, rows]
+def _write_shortcut(shortcut: nn.Module | None, x: Tensor, images: slice, rows: slice, out: Tensor) -> None:
+    """A block's shortcut of some rows of some images into ``out``, [b', c, n, w]; a 1x1 convolution or none."""
+    part = x[images, :, rows]
     if isinstance(shortcut, _CONVOLUTIONS):
         result = Result(out)
         result.put(mix_channels(part, shortcut.weight, shortcut.bias, result))

@@ -50,7 +50,8 @@ class ShardContext:
         group: the ranks; the first ``layouts[0].ranks`` of them own rows, this one among them.
         axis: the sharded axis.
         layouts: the layouts of all feature maps of the model, any order.
-        overwrites: whether layers may write over maps that diffusers' own code does not read again. Hooks may.
+        overwrites: whether layers may write over maps that diffusers' own code does not read again, and exchange rows
+            ahead of the layer that reads them. Not where hooks want to see maps; the same on all ranks.
     """
 
     def __init__(self, group: RankGroup, axis: Axis, layouts: Sequence[Layout], *, overwrites: bool = True) -> None:
@@ -131,8 +132,10 @@ class ShardContext:
     def result_open(self, result: Result | None) -> Iterator[None]:
         """Let the next convolution of the block write into ``result``."""
         self._result = result
-        yield
-        self._result = None
+        try:
+            yield
+        finally:
+            self._result = None
 
     def take_result(self) -> Result | None:
         """The memory that is open for a result, which is closed then; without one the pool's buffer is given back."""
@@ -150,12 +153,12 @@ class ShardContext:
             return None
         return Result(self.pool.result((shape[0], *shape[2:], shape[1]), like).movedim(-1, 1))
 
-    def read_once_result(self, shape: Sequence[int], like: Tensor) -> Result | None:
-        """As :meth:`passing_result`, for a map that no block keeps: it may be a part of the pool's memory."""
+    def _held_result(self, shape: Sequence[int], like: Tensor) -> Result | None:
+        """As :meth:`passing_result`, of memory that is there, or a part of it: for a map that no block keeps."""
         if not (self.overwrites and adds_convolutions(like)):
             return None
         held = self.pool.held_result((shape[0], *shape[2:], shape[1]), like)
-        return self.passing_result(shape, like) if held is None else Result(held.movedim(-1, 1))
+        return None if held is None else Result(held.movedim(-1, 1))
 
     def read_once(self, shape: Sequence[int], like: Tensor, convolve: Callable[[Result | None], Tensor]) -> Tensor:
         """What ``convolve`` makes, of that shape and read before the next convolution, in memory that is kept for such.
@@ -164,8 +167,7 @@ class ShardContext:
         """
         if not (self.overwrites and adds_convolutions(like)):
             return convolve(None)
-        held = self.pool.held_result((shape[0], *shape[2:], shape[1]), like)
-        result = None if held is None else Result(held.movedim(-1, 1))
+        result = self._held_result(shape, like)
         if result is None:
             self.pool.give_result()
         out = convolve(result)
@@ -191,7 +193,7 @@ class ShardContext:
         """
         if self._slot is not None:
             return self._slot.own if _fits(self._slot.own, shape, like) else None
-        passing = self.read_once_result(shape, like) if read_once else None
+        passing = (self._held_result(shape, like) or self.passing_result(shape, like)) if read_once else None
         return None if passing is None else passing.memory
 
     def stands_in_slot(self, x: Tensor) -> bool:

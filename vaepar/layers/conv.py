@@ -31,8 +31,8 @@ from vaepar.layers.kernels import Result, convolve, mix_channels
 from vaepar.parallel.halo import HaloExchange, Pieces
 from vaepar.parallel.shards import HaloPlan, PadMode, Window
 
-# From this many rows on, a rank convolves its own rows at once while the halo travels and computes the rows at its
-# borders again afterwards. That takes a row or two more, but no copy of the map, which is a sixth of the peak memory.
+# Where no norm has put the input into a slot, from this many rows on, a rank convolves its own rows at once while the
+# halo travels, and computes the rows at its borders again afterwards: a row or two more, but no copy of the map.
 _MEND_ROWS = 16
 
 

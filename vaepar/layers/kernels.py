@@ -15,11 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# oneDNN reorders the weights in every call and makes its plan again: bands of this size and more cost next to nothing,
-# those of a quarter of it 4 % of the time.
-_BAND_BYTES = 16 * 2**20
-_BAND_PER_WEIGHTS = 4
-
 
 @dataclass
 class Result:
@@ -29,20 +24,20 @@ class Result:
         memory: of the result's shape, [b, c, h, w] or [b, c, t, h, w], channels_last.
         adds: add to what stands in ``memory``; else write over it.
         taken: set by the convolution that has used it.
-        base: writes what is added to into the part of ``memory`` that it gets: the number of an image, and its rows.
-            For a convolution in bands; None where all stands there already.
+        fill: writes what is added to into a part of ``memory``: it gets the images, their rows, and the part. For a
+            convolution in bands; None where all stands there already.
     """
 
     memory: Tensor
     adds: bool = False
     taken: bool = False
-    base: Callable[[int, slice, Tensor], None] | None = None
+    fill: Callable[[slice, slice, Tensor], None] | None = None
 
-    def part(self, image: int, rows: slice) -> Result:
-        """The memory of some rows of one image, [1, c, n, w]; what is added to stands there."""
-        memory = self.memory[image : image + 1, :, rows]
-        if self.base is not None:
-            self.base(image, rows, memory)
+    def part(self, images: slice, rows: slice) -> Result:
+        """The memory of some rows of some images, [b', c, n, w]; what is added to stands there."""
+        memory = self.memory[images, :, rows]
+        if self.fill is not None:
+            self.fill(images, rows, memory)
         return Result(memory, self.adds)
 
     def put(self, out: Tensor) -> None:
@@ -78,7 +73,7 @@ def adds_convolutions(x: Tensor) -> bool:
 
     The operator is the one that torch's own compiler calls for this sum.
     """
-    there = _is_on_cpu(x) and x.dtype == torch.float32 and _has_onednn()
+    there = is_on_cpu(x) and x.dtype == torch.float32 and _has_onednn()
     return there and hasattr(torch.ops.mkldnn, "_convolution_pointwise_") and not torch.is_autocast_enabled("cpu")
 
 
@@ -86,7 +81,8 @@ def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
-def _is_on_cpu(x: Tensor) -> bool:
+def is_on_cpu(x: Tensor) -> bool:
+    """True for a tensor of a CPU, and for one that stands for such a tensor (:func:`meta_for_cpu`)."""
     return x.device.type == "cpu" or (x.device.type == "meta" and _META_FOR_CPU.get())
 
 
@@ -157,20 +153,6 @@ def out_shape(
     axes = zip(x.shape[2:], weight.shape[2:], strides, padding, dilations, strict=True)
     sizes = [(size + 2 * pad - dilation * (taps - 1) - 1) // step + 1 for size, taps, step, pad, dilation in axes]
     return x.shape[0], weight.shape[0], *sizes
-
-
-def band_rows(x: Tensor, weight: Tensor, channels: int = 0) -> int:
-    """Rows of a band of [b, c, h, w], whose input and weights a processor's cache holds; devices without one: all.
-
-    Args:
-        weight: what a band is convolved with.
-        channels: those of the band, if they are more than the input's.
-    """
-    if not _is_on_cpu(x):
-        return x.shape[2]
-    weights = weight.numel() * weight.element_size()
-    row = max(channels, x.shape[1]) * x.shape[3] * x.element_size()
-    return max(1, max(_BAND_BYTES, _BAND_PER_WEIGHTS * weights) // row)
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -40,7 +40,7 @@ class ShardGroupNorm(nn.GroupNorm):
             context.give_own(out)
         return out
 
-    def activated(self, context: ShardContext, x: Tensor, plan: HaloPlan | None) -> tuple[ActivatedNorm, Pieces]:
+    def activated(self, context: ShardContext, x: Tensor, plan: HaloPlan | None) -> tuple[KnownNorm, Pieces]:
         """SiLU of this norm of [b, c, h, w], and of the rows that ``plan`` wants of other ranks.
 
         The statistics are taken here; the rows come with those of other ranks, as they are before the norm. So all
@@ -51,9 +51,9 @@ class ShardGroupNorm(nn.GroupNorm):
         if plan is not None and not context.alone:
             layout = context.layout_of(x)
             parts, pieces = gather_beside_halo(context.group, layout, moments, plan, x, context.dim, context.pool)
-            moments = _joined(parts, layout)
-        normed = ActivatedNorm(*_linear(self, moments, x.dtype))
-        return normed, [(start, normed.of(piece)) for start, piece in pieces]
+            moments = _of_all_ranks(parts, layout)
+        normed = KnownNorm(*_scale_and_shift(self, moments, x.dtype))
+        return normed, [(start, normed.activated(piece)) for start, piece in pieces]
 
     def write_activated(self, context: ShardContext, x: Tensor, slot: Slot) -> None:
         """As :meth:`ShardRMSNorm.write_activated`, by :meth:`activated`."""
@@ -64,8 +64,8 @@ class ShardGroupNorm(nn.GroupNorm):
 
 
 @dataclass(frozen=True)
-class ActivatedNorm:
-    """SiLU of a GroupNorm whose statistics are known: of any rows, whoever owns them.
+class KnownNorm:
+    """A GroupNorm whose statistics are known: of any rows, whoever owns them.
 
     Args:
         scale: and ``shift``, of each image and channel, [b, c, 1, 1], at least float32.
@@ -74,17 +74,20 @@ class ActivatedNorm:
     scale: Tensor
     shift: Tensor
 
-    def image(self, number: int) -> ActivatedNorm:
-        one = slice(number, number + 1)
-        return ActivatedNorm(self.scale[one], self.shift[one])
+    def of_images(self, images: slice) -> KnownNorm:
+        return KnownNorm(self.scale[images], self.shift[images])
+
+    def norm(self, rows: Tensor, out: Tensor) -> Tensor:
+        """That of ``rows`` [b, c, h, w] into ``out``, of their shape and dtype. Half precision is widened meanwhile."""
+        return torch.addcmul(self.shift, rows, self.scale, out=out)
 
     def write(self, rows: Tensor, out: Tensor) -> None:
-        """That of ``rows`` [b, c, h, w] into ``out``, of their shape and dtype, in pieces that stay in the cache."""
+        """SiLU of that, in pieces that stay in the cache."""
         for part, piece in zip(_pieces(rows), _pieces(out), strict=True):
-            F.silu(torch.addcmul(self.shift, part, self.scale, out=piece), inplace=True)
+            F.silu(self.norm(part, piece), inplace=True)
 
-    def of(self, rows: Tensor) -> Tensor:
-        """That of ``rows`` [b, c, h, w] in a map of its own."""
+    def activated(self, rows: Tensor) -> Tensor:
+        """SiLU of that in a map of its own."""
         out = torch.empty_like(rows)
         self.write(rows, out)
         return out
@@ -158,9 +161,12 @@ class ShardSiLU(nn.SiLU):
 def group_norm(context: ShardContext, norm: nn.GroupNorm, x: Tensor, *, read_once: bool = False) -> Tensor:
     """GroupNorm of [b, c, h, w] over the whole picture, from this rank's rows."""
     x = channels_last(x)
-    scale, shift = _linear(norm, _joint_moments(context, norm, x), x.dtype)
+    known = KnownNorm(*_scale_and_shift(norm, _joint_moments(context, norm, x), x.dtype))
     place = context.place_for(x.shape, x, read_once=read_once)
-    return torch.addcmul(shift, x, scale, out=torch.empty_like(x) if place is None else place)
+    out = torch.empty_like(x) if place is None else place
+    for part, piece in zip(_pieces(x), _pieces(out), strict=True):
+        known.norm(part, piece)
+    return out
 
 
 def _joint_moments(context: ShardContext, norm: nn.GroupNorm, x: Tensor) -> Tensor:
@@ -169,10 +175,10 @@ def _joint_moments(context: ShardContext, norm: nn.GroupNorm, x: Tensor) -> Tens
     if context.alone:
         return moments
     layout = context.layout_of(x)
-    return _joined(gather_parts(context.group, layout, moments, [moments.shape] * layout.ranks), layout)
+    return _of_all_ranks(gather_parts(context.group, layout, moments, [moments.shape] * layout.ranks), layout)
 
 
-def _joined(parts: Sequence[Tensor], layout: Layout) -> Tensor:
+def _of_all_ranks(parts: Sequence[Tensor], layout: Layout) -> Tensor:
     """The moments of the whole picture from those of each rank's rows.
 
     They are joined by the formula of Chan, Golub and LeVeque (1979), which stays exact where the mean is large against
@@ -206,7 +212,7 @@ def _merged(parts: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.stack((mean, var))
 
 
-def _linear(norm: nn.GroupNorm, moments: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _scale_and_shift(norm: nn.GroupNorm, moments: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """What a map is multiplied with and what is added then, [b, c, 1, 1], at least float32."""
     wide = torch.promote_types(dtype, torch.float32)
     mean, var = moments.repeat_interleave(norm.num_channels // norm.num_groups, 2).to(wide)

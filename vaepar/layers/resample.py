@@ -13,9 +13,9 @@ from diffusers.models.downsampling import Downsample2D
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
-from vaepar.layers.bands import bands_of, rows_of_a_band
+from vaepar.layers.bands import bands_of
 from vaepar.layers.context import ShardContext, active_shard, is_plain
-from vaepar.layers.inputs import Stencil, shard_plan
+from vaepar.layers.inputs import Stencil, channels_last, shard_plan
 from vaepar.layers.kernels import convolve, out_shape
 from vaepar.parallel.shards import Window
 
@@ -43,7 +43,7 @@ class ShardUpsampleConv(nn.Sequential):
             direct: Tensor = super().forward(input)
             return direct
         conv = cast(nn.Conv2d, self[1])
-        if not is_plain(self[0]):
+        if not (context.overwrites and is_plain(self[0])):  # that some rank has a hook, all know
             called: Tensor = conv(self[0](input))
             return called
         if input.dtype == torch.float64 and isinstance(self[0], WanUpsample | QwenImageUpsample):
@@ -84,35 +84,34 @@ def upsample_conv(context: ShardContext, x: Tensor, conv: nn.Conv2d) -> Tensor:
     In an upsampled map neighbours repeat, so each of the four output phases reads only 2x2 different positions: with
     the taps on equal positions added up beforehand, four ninths of the products remain and the large input is never
     made. Sums of taps would lose bits in half precision, where the two steps are taken one after the other; so they
-    are where the convolution has hooks or a forward of its own, which want to be called.
+    are in a model with hooks or forwards of its own, which want to be called, and on all ranks alike.
     """
-    if x.dtype not in _EXACT_DTYPES or not is_plain(conv):
+    if x.dtype not in _EXACT_DTYPES or not (context.overwrites and is_plain(conv)):
         large: Tensor = conv(F.interpolate(x, scale_factor=2.0, mode="nearest-exact"))
         return large
+    x = channels_last(x)
     window = Window(3, before=1, after=1)
     stencil = Stencil(window, window)
     plan = shard_plan(context, x, stencil)
     exchange = context.begin_exchange(plan, x)
     halos = [] if exchange is None else exchange.finish()
     kernels, bias = _phase_kernels(conv.weight), None if conv.bias is None else conv.bias.repeat(2)
-    channels, (height, width) = conv.out_channels, x.shape[-2:]
+    channels, width = conv.out_channels, x.shape[3]
     out = torch.empty(
-        (x.shape[0], channels, 2 * height, 2 * width),
+        (x.shape[0], channels, 2 * x.shape[2], 2 * width),
         dtype=x.dtype,
         device=x.device,
         memory_format=torch.channels_last,
     )
-    rows = rows_of_a_band(x, stencil, kernels[0], 2 * channels)
-    for image in range(x.shape[0]):
-        for start, band, padding in bands_of(context, x, image, stencil, plan, halos, rows):
-            stop = min(start + rows, height)
-            large = out[image : image + 1, :, 2 * start : 2 * stop]
-            for a, kernel in enumerate(kernels):  # even rows, then odd ones: half of the memory
-                make = partial(convolve, band, kernel, bias, (1, 1), padding, (1, 1), 1)
-                phases = context.read_once(out_shape(band, kernel, (1, 1), padding, (1, 1)), x, make)
-                for b, phase in enumerate(phases.split(channels, 1)):
-                    large[:, :, a::2, b::2].copy_(phase[:, :, a : a + stop - start, b : b + width])
-                del phases, phase
+    for images, start, band, padding in bands_of(context, x, stencil, plan, halos, kernels[0], 2 * channels):
+        count = band.shape[2] - 2 + 2 * padding[0]
+        large = out[images, :, 2 * start : 2 * (start + count)]
+        for a, kernel in enumerate(kernels):  # even rows, then odd ones: half of the memory
+            make = partial(convolve, band, kernel, bias, (1, 1), padding, (1, 1), 1)
+            phases = context.read_once(out_shape(band, kernel, (1, 1), padding, (1, 1)), x, make)
+            for b, phase in enumerate(phases.split(channels, 1)):
+                large[:, :, a::2, b::2].copy_(phase[:, :, a : a + count, b : b + width])
+            del phases, phase
     return out
 
 

@@ -94,8 +94,11 @@ class RankGroup(ABC):
         self.traffic.rounds += 1
         return self._exchange(contiguous, receives)
 
-    def all_bring(self, value: int, ranks: int) -> bool:
-        """True when the first ``ranks`` ranks, which all call this, bring the same value (64 bit). One round."""
+    def all_equal(self, value: int, ranks: int) -> bool:
+        """True when the first ``ranks`` ranks, which all call this, give the same value (64 bit). One round.
+
+        On the data plane: a rank that fails meanwhile meets the others on the control plane.
+        """
         mine = torch.tensor([value], dtype=torch.int64, device=self.device)
         theirs = [Message(torch.empty_like(mine), peer) for peer in range(ranks) if peer != self.rank]
         self.exchange([Message(mine, message.peer) for message in theirs], theirs).wait()

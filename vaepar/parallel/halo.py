@@ -14,13 +14,19 @@ import torch
 from torch import Tensor
 
 from vaepar.parallel.group import Message, Pending, RankGroup
-from vaepar.parallel.shards import HaloPlan, Layout
+from vaepar.parallel.shards import HaloPlan, Layout, Transfer
 
 Pieces = list[tuple[int, Tensor]]
 """Rows of other ranks: the number of the first, and [B, C, (T,) H, W]."""
 
 # How much more memory a result may be given than it needs: phases of an upsampling have a row and a column to spare.
 _RESULT_SLACK = 1.05
+
+
+def empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory of that shape, in the dtype and on the device of ``like``, also for steps outside of inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
 @dataclass
@@ -35,8 +41,7 @@ class BufferPool:
         """A contiguous buffer of that shape, in the dtype and on the device of ``like``; its content is left over."""
         key = (name, tuple(shape), like.dtype, like.device)
         if key not in self.buffers:
-            with torch.inference_mode(False):  # a later step may be taken outside of the mode that this one is in
-                self.buffers[key] = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+            self.buffers[key] = empty(shape, like)
         return self.buffers[key]
 
     def scratch(self, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -49,28 +54,27 @@ class BufferPool:
         key, count = (like.dtype, like.device), math.prod(shape)
         if key not in self._scratch or self._scratch[key].numel() < count:
             self._scratch.pop(key, None)  # before the larger one is made
-            with torch.inference_mode(False):
-                self._scratch[key] = torch.empty(count, dtype=like.dtype, device=like.device)
+            self._scratch[key] = empty((count,), like)
         return self._scratch[key][:count].view(tuple(shape))
 
     def result(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """The one buffer for short-lived results of a convolution, contiguous; what an earlier call gave is void then.
 
-        It is not larger than that: a block may keep it (:meth:`give_result`), and no more memory with it.
+        It is next to nothing larger than that: a block may keep it (:meth:`give_result`), and no more memory with it.
         """
-        held = self.held_result(shape, like)
-        if held is None or (self._result is not None and self._result.numel() > _RESULT_SLACK * held.numel()):
+        held, count = self.held_result(shape, like), math.prod(shape)
+        if held is None or self._result is None or self._result.numel() > _RESULT_SLACK * count:
             self.give_result()  # before the new one is made
-            with torch.inference_mode(False):
-                held = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+            held = empty(shape, like)
             self._result = held.view(-1)
         return held
 
     def held_result(self, shape: Sequence[int], like: Tensor) -> Tensor | None:
         """That much of the buffer of :meth:`result`, if it is there and large enough."""
         held, count = self._result, math.prod(shape)
-        fits = held is not None and (held.dtype, held.device) == (like.dtype, like.device) and held.numel() >= count
-        return held[:count].view(tuple(shape)) if held is not None and fits else None
+        if held is None or (held.dtype, held.device) != (like.dtype, like.device) or held.numel() < count:
+            return None
+        return held[:count].view(tuple(shape))
 
     def keep_result(self, x: Tensor) -> None:
         """Make the memory of ``x``, [B, C, ...] and channels_last, the buffer of :meth:`result`."""
@@ -124,9 +128,7 @@ class HaloExchange:
         self._buffers = []
         receives = []
         for receive in plan.receives:
-            shape = list(rows.movedim(1, -1).shape)
-            shape[axis] = receive.rows
-            buffer = pool.take(("halo", receive.peer), shape, rows)
+            buffer = pool.take(("halo", receive.peer), _shape_of(receive, rows, axis), rows)
             receives.append(Message(buffer, receive.peer))
             self._buffers.append(buffer.movedim(-1, 1))
         self._pending: Pending = group.exchange(sends, receives)
@@ -163,10 +165,7 @@ def gather_beside_halo(
     for peer in (rank for rank in range(layout.ranks) if rank != group.rank):
         sent = [inner.narrow(axis, send.start - plan.own[0], send.rows) for send in plan.sends if send.peer == peer]
         sends.append(Message(torch.cat([_bytes(tensor) for tensor in (part, *sent)]), peer))
-        shapes = []
-        for receive in plan.receives:
-            if receive.peer == peer:
-                shapes.append((receive.start, [*inner.shape[:axis], receive.rows, *inner.shape[axis:][1:]]))
+        shapes = [(take.start, _shape_of(take, rows, axis)) for take in plan.receives if take.peer == peer]
         sizes = [ahead, *(math.prod(shape) * rows.element_size() for _, shape in shapes)]
         buffer = pool.take(("beside", peer), (sum(sizes),), rows.new_empty(0, dtype=torch.uint8))
         receives.append(Message(buffer, peer))
@@ -176,6 +175,13 @@ def gather_beside_halo(
             pieces[start] = values.view(rows.dtype).view(shape).movedim(-1, 1)
     group.exchange(sends, receives).wait()
     return [parts[rank] for rank in range(layout.ranks)], sorted(pieces.items())
+
+
+def _shape_of(piece: Transfer, rows: Tensor, axis: int) -> list[int]:
+    """The shape of a piece of other ranks' ``rows``, channels last."""
+    shape = list(rows.movedim(1, -1).shape)
+    shape[axis] = piece.rows
+    return shape
 
 
 def _bytes(x: Tensor) -> Tensor:
