@@ -43,6 +43,15 @@ def test_group_norm_does_not_cancel_where_the_mean_is_large(size: int) -> None:
     torch.testing.assert_close(joined.double(), exact, atol=2e-3, rtol=0)
 
 
+@pytest.mark.parametrize(("mean", "error"), [(0, 2e-6), (10, 5e-6), (100, 4e-5), (1000, 3e-4)])
+def test_group_norm_is_as_exact_as_the_input_allows(mean: float, error: float) -> None:
+    """A step of float32 at ``mean``, relative to a deviation of one, and some of them."""
+    x = (random_map(1, 8, 64, 64) + mean).float()
+    exact = random_group_norm()(x.double())
+    joined = run_sharded(random_group_norm(torch.float32), [x], [split_rows(64, 2)], "height")
+    torch.testing.assert_close(joined.double(), exact, atol=error, rtol=0)
+
+
 def test_group_norm_of_many_positions_keeps_float32() -> None:
     x = (random_map(1, 8, 512, 512) + 1).float()
     joined = run_sharded(random_group_norm(torch.float32), [x], [split_rows(512, 1)], "height")
