@@ -68,17 +68,25 @@ def unknown_variables(ctx: typer.Context, environment: Mapping[str, str]) -> lis
 
 
 def add_sources(error: UsageError, ctx: typer.Context) -> None:
-    """Say in ``error`` which variable or file a value came from that it speaks of: nobody finds that on the line."""
+    """Say in ``error`` which variable or file a value came from that it speaks of: nobody finds that on the line.
+
+    And call an option as it is typed: the library calls it ``png_level``.
+    """
+    words = re.sub(r"^(\w+) is ", lambda found: _typed(found, ctx), str(error))
     told = []
     for param in ctx.command.params:
         name, value = str(param.name), str(ctx.params.get(str(param.name)))
         source = getattr(ctx.get_parameter_source(name), "name", "")
         place = {"ENVIRONMENT": getattr(param, "envvar", None) or f"{_VARIABLES}{plain(name).upper()}"}
         place["DEFAULT_MAP"] = f"--config {shown(ctx.params.get('config_'))}"
-        if source in place and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", str(error)):
+        if source in place and re.search(rf"(?<!\w){re.escape(value)}(?!\w)", words):
             told.append(f"--{plain(name).replace('_', '-')} comes from {place[source]}")
-    if told:
-        error.args = (f"{error} ({', '.join(told)})",)
+    error.args = (f"{words} ({', '.join(told)})" if told else words,)
+
+
+def _typed(found: re.Match[str], ctx: typer.Context) -> str:
+    names = {plain(str(param.name)) for param in ctx.command.params}
+    return f"--{found[1].replace('_', '-')} is " if found[1] in names else found[0]
 
 
 def plain(name: str) -> str:

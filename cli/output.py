@@ -64,12 +64,20 @@ def outcome(row: Row) -> str:
     """One line for one file."""
     if row.status == "failed":
         return f"failed: {row.error}"
-    where = row.outputs[0] if len(row.outputs) == 1 else f"{len(row.outputs)} outputs"
+    others = len(row.outputs) - 1
+    where = f"{row.outputs[0]} and {others} more" if others > 0 else "".join(row.outputs) or "no outputs"
     if row.status == "skipped":
-        return f"skipped: {row.path}: {where} is there already (--overwrite replaces it)"
+        there = (
+            "are there already (--overwrite replaces them)"
+            if others > 0
+            else "is there already (--overwrite replaces it)"
+        )
+        return f"skipped: {row.path}: {where} {there}"
     if row.status in ("dropped", "not tried"):
         return f"{row.status}: {row.path}"
-    return f"ok: {row.path} -> {where} ({row.frames} x {row.width}x{row.height}, {row.mode}, {row.seconds:.2f} s)"
+    each = f"{row.items} x " if row.items > 1 else ""
+    frames = f"{each}{row.frames} frame{'' if row.frames == 1 else 's'} of {row.width}x{row.height}"
+    return f"ok: {row.path} -> {where} ({frames}, {row.mode}, {row.seconds:.2f} s)"
 
 
 def closing_table(report: RunReport) -> None:

@@ -111,7 +111,7 @@ class PlainObserver(Silent):
 
 
 class RichObserver(Silent):
-    """Bars for files and frames; failures stay above them."""
+    """Bars for files and frames; what became of each file stays above them."""
 
     def __init__(self) -> None:
         self._progress = Progress(
@@ -147,7 +147,7 @@ class RichObserver(Silent):
             self._progress.advance(self._file_bar)
         for note in row.notes if row.status == "ok" else ():
             self.note(f"{row.path}: {note}")
-        if row.status == "failed":
+        if row.status in ("ok", "failed"):
             self.note(outcome(row))
 
     def stop(self) -> None:

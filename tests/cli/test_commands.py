@@ -117,7 +117,8 @@ def test_the_list_of_commands_is_whole_at_80_columns(
     ("variable", "line", "words"),
     [
         ("VAEPAR_MODE", "tiles", "'tiles' does not exist"),
-        ("VAEPAR_CRF", "99", "crf is 99"),
+        ("VAEPAR_CRF", "99", "--crf is 99"),
+        ("VAEPAR_PNG_LEVEL", "12", "--png-level is 12"),
         ("VAEPAR_SHARD", "9/3", "--shard is 9/3"),
         ("VAEPAR_VAE_PARALLEL_SIZE", "none", "none"),
     ],

@@ -50,7 +50,7 @@ def quantise(frames: torch.Tensor, *, allow_nonfinite: bool = False, name: str =
             if bad:
                 count = f"{bad} of {frames[0].numel()} pixels of {name} are NaN or infinite"
                 if not allow_nonfinite:
-                    raise NonFiniteError(f"{count}; only finite pixels are written")
+                    raise NonFiniteError(f"{count}; only finite pixels are written, unless allow-nonfinite is given")
                 logger.warning("%s; they are written as 0", count)
                 _convert(frames, result, nonfinite_to_black=True)
         return result
